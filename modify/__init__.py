@@ -1,0 +1,3 @@
+"""Mixture-of-Depths for pretrained decoder-only transformers."""
+
+__version__ = "0.1.0"
