@@ -87,7 +87,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
 @pytest.mark.parametrize("module", sorted(set(MODULES) - EXEMPT))
 def test_imports_point_down(module: str) -> None:
     path = MODULES[module]
-    assert not violations(module, path.read_text(encoding="utf-8"), path.stem == "__init__")
+    found = violations(module, path.read_text(encoding="utf-8"), path.stem == "__init__")
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
