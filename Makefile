@@ -58,4 +58,4 @@ typecheck: setup ## check types only
 
 golden: setup ## rewrite the golden graphs in tests/golden; read the diff before you commit it
 	$(BIN)/python -m pytest tests -k golden --update-golden
-	@git --no-pager diff --stat -- tests/golden
+	@git status --short tests/golden
