@@ -1,0 +1,31 @@
+"""The errors that `modify` raises for a user's mistake; each message names the thing, the place and the remedy."""
+
+from __future__ import annotations
+
+
+class ModifyError(ValueError):
+    """Base of every error that a user can cause; the command line prints it as one line and exits with 2."""
+
+
+class ConfigError(ModifyError):
+    """An option has a value outside its range, or two options contradict each other."""
+
+
+class CaptureError(ModifyError):
+    """The model cannot be captured at block level; the message names the module and the reason."""
+
+
+class PassError(ModifyError):
+    """A pass cannot run on this graph: a precondition or a postcondition does not hold."""
+
+
+class CheckpointError(ModifyError):
+    """A checkpoint is missing, damaged, of a wrong kind, or its tensors do not fit the model."""
+
+
+class DataError(ModifyError):
+    """The text or data set given has nothing to train or evaluate on, or cannot be read."""
+
+
+class ExportError(ModifyError):
+    """A graph cannot be exported, an exported graph fails its checks, or a runtime is missing."""

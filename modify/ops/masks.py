@@ -1,0 +1,105 @@
+"""Attention masks of the MoD dialect: built from positions, and only where an attention kernel needs one.
+
+A mask is `[B, 1, Q, K]`: bool with True for "may attend", or a float of 0 and the most negative value, which is added to
+the attention scores. None means plain causal attention, for which attention kernels have a fast path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from modify.ops.routing import Selection, gather_tokens
+
+
+def padding_or_ones(padding_mask: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Return `padding_mask`, or the mask of a batch without padding: `[B, S]` int64 ones."""
+    return torch.ones_like(input_ids) if padding_mask is None else padding_mask
+
+
+def causal_mask(
+    padding_mask: Tensor | None, hidden: Tensor, window: int | None, dtype: torch.dtype, optional: bool
+) -> Tensor | None:
+    """Return the mask of a dense block: causal, within `window` positions, and without padding.
+
+    Args:
+        padding_mask: `[B, S]`, non-zero for real tokens, or None.
+        hidden: `[B, S, D]` hidden states, for their shape and device.
+        window: number of positions, its own included, that a token can see; None for all.
+        dtype: `torch.bool`, or the float type of an additive mask.
+        optional: the block accepts None; it is returned wherever plain causal attention is meant.
+    """
+    length = hidden.shape[1]
+    if optional and (window is None or length < window) and _all_real(padding_mask):
+        return None
+    position = torch.arange(length, device=hidden.device)
+    allowed = position <= position.unsqueeze(-1)
+    if window is not None:
+        allowed = allowed & (position > position.unsqueeze(-1) - window)
+    allowed = allowed.expand(hidden.shape[0], 1, length, length)
+    if padding_mask is not None:
+        allowed = allowed & (padding_mask != 0)[:, None, None, :]
+    return _as_dtype(allowed, dtype)
+
+
+def token_mask(
+    selection: Selection,
+    padding_mask: Tensor | None,
+    hidden: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    optional: bool,
+) -> Tensor | None:
+    """Return the mask among the selected tokens of a routed block: `causal_mask`'s rows and columns for them.
+
+    Built from the positions of the selected tokens, so that no `S x S` mask exists.
+
+    Returns:
+        `[B, 1, k, k]`, or None exactly where `causal_mask` returns None for the whole sequence.
+    """
+    if optional and (window is None or hidden.shape[1] < window) and _all_real(padding_mask):
+        return None
+    tokens, valid = selection
+    slot = torch.arange(tokens.shape[1], device=tokens.device)
+    allowed = (slot <= slot.unsqueeze(-1)).expand(tokens.shape[0], -1, -1)
+    if valid is not None:
+        allowed = allowed & valid.unsqueeze(1)
+    if window is not None:
+        allowed = allowed & (tokens.unsqueeze(1) > tokens.unsqueeze(2) - window)
+        if valid is not None:
+            # A fill-up slot may find no selected token in its window; an empty row would turn gradients into NaN.
+            allowed = allowed | (~valid.unsqueeze(-1) & (slot == slot.unsqueeze(-1)))
+    return _as_dtype(allowed.unsqueeze(1), dtype)
+
+
+def gather_mask(mask: Tensor, selection: Selection) -> Tensor:
+    """Gather rows and columns of a mask or bias that is neither causal nor a window, and hide fill-up slots.
+
+    Args:
+        mask: `[B or 1, heads, S, S]`, bool or float.
+    """
+    gathered = gather_tokens(gather_tokens(mask, selection, dim=2), selection, dim=3)
+    if selection.valid is None:
+        return gathered
+    k = selection.tokens.shape[1]
+    own = torch.eye(k, dtype=torch.bool, device=mask.device)
+    seen = selection.valid[:, None, None, :] | own
+    if mask.dtype == torch.bool:
+        return gathered & seen
+    return gathered.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
+def _all_real(padding_mask: Tensor | None) -> bool:
+    if padding_mask is None:
+        return True
+    if torch.compiler.is_compiling() or isinstance(padding_mask, FakeTensor):
+        return False  # its values cannot be read; a full mask is right whatever they are
+    return bool((padding_mask != 0).all())
+
+
+def _as_dtype(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bool:
+        return allowed
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.finfo(dtype).min)

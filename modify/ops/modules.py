@@ -1,0 +1,122 @@
+"""The modules that a conversion inserts: routers, gates and predictors. They compute in float32 under any autocast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Router(nn.Module):
+    """One scalar per token: a linear projection of the block's input (section 3.4 of the paper).
+
+    Maps hidden states `[B, S, D]` to scores `[B, S]` in float32.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device))
+        self.bias = nn.Parameter(torch.zeros((), device=device))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw the weights from N(0, 1/D), so that the first routing is arbitrary but reproducible."""
+        with torch.no_grad():
+            noise = torch.randn(self.weight.shape, generator=generator)
+            self.weight.copy_(noise * self.weight.numel() ** -0.5)
+            self.bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return (
+                functional.linear(hidden.float(), self.weight.float().unsqueeze(0)).squeeze(-1)
+                + self.bias.float()
+            )
+
+
+class RandomRouter(nn.Module):
+    """Gaussian noise for scores: the paper's stochastic control (section 4.1). `[B, S, D]` to `[B, S]`."""
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Nothing to draw: the noise comes from torch's global generator at every call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.randn(hidden.shape[:2], device=hidden.device)
+
+
+class Gate(nn.Module):
+    """What multiplies a block's update, from the scores of the selected tokens.
+
+    `tanh`: `1 + alpha * tanh(r)`, `alpha` a parameter that starts at 0: the block's own output until training moves it.
+    `linear`: `r`, equation 1 of the paper. `sigmoid`: `sigmoid(r)`.
+
+    Maps scores `[B, k]` to `[B, k, 1]` in float32.
+    """
+
+    def __init__(self, kind: str, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "tanh":
+            self.alpha = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        scores = scores.float().unsqueeze(-1)
+        if self.kind == "tanh":
+            return 1 + self.alpha.float() * scores.tanh()
+        return scores.sigmoid() if self.kind == "sigmoid" else scores
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}"
+
+
+class Predictor(nn.Module):
+    """Says from a token's hidden state alone whether it would be among the top-k (section 3.5 of the paper).
+
+    A normalised input, one hidden layer, one logit. The gradient stops at the input, so that the prediction never
+    disturbs the language model. `threshold` is what a logit must exceed at inference.
+
+    Maps hidden states `[B, S, D]` to logits `[B, S]` in float32.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, hidden_size: int, width: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, width, device=device)
+        self.down = nn.Linear(width, 1, device=device)
+        self.register_buffer("threshold", torch.zeros((), device=device))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw both weights from N(0, 1/fan_in)."""
+        with torch.no_grad():
+            for linear in (self.up, self.down):
+                noise = torch.randn(linear.weight.shape, generator=generator)
+                linear.weight.copy_(noise * linear.in_features**-0.5)
+                linear.bias.zero_()
+            self.threshold.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = hidden.detach().float()
+            x = functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+            x = functional.silu(functional.linear(x, self.up.weight.float(), self.up.bias.float()))
+            return functional.linear(x, self.down.weight.float(), self.down.bias.float()).squeeze(-1)
+
+
+class RouterAsPredictor(nn.Module):
+    """The paper's first method (section 3.5): the router's own score is the logit; only the threshold is kept here.
+
+    Maps scores `[B, S]` to logits `[B, S]`.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("threshold", torch.zeros((), device=device))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Reset the threshold; there is nothing to draw."""
+        self.threshold.zero_()
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores

@@ -1,0 +1,241 @@
+"""The routing functions of the MoD dialect: select tokens, gather them, merge them back.
+
+Each is a plain PyTorch composition, differentiable and exportable: no data-dependent shape, no `nonzero`, no scatter
+reduction. Shapes: batch `B`, sequence length `S`, selected tokens `k`, hidden size `D`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Capacities are fixed-point numbers, so that Python integers and int64 tensors agree on every count.
+_ONE = 1 << 40
+_ROUND_OFF = 1 << 20  # a millionth of a token: 0.7 * 10 must give 7, whatever 0.7 is in binary
+
+
+class Selection(NamedTuple):
+    """The tokens that a routed block runs.
+
+    Attributes:
+        tokens: `[B, k]` int64, distinct positions: the selected tokens in ascending order, then fill-up tokens.
+        valid: `[B, k]` bool, False for a fill-up slot, whose result is discarded; None when every slot is selected.
+            Fill-up slots come last, so that causal attention over the slots never lets a selected token see one.
+    """
+
+    tokens: Tensor
+    valid: Tensor | None
+
+
+class BlockRouting(NamedTuple):
+    """What a routed block did in a training or evaluation graph.
+
+    Attributes:
+        scores: `[B, S]` float32, the router's output.
+        selection: the tokens that ran.
+        predictor_logits: `[B, S]` float32, logit of "this token would be among the top-k"; None without a predictor.
+    """
+
+    scores: Tensor
+    selection: Selection
+    predictor_logits: Tensor | None
+
+
+class RoutedOutput(NamedTuple):
+    """Output of a converted graph.
+
+    Attributes:
+        logits: `[B, S, V]`.
+        routing: per routed block, by block index, what it did.
+    """
+
+    logits: Tensor
+    routing: dict[int, BlockRouting]
+
+
+def capacity_tokens(capacity: float, length: int) -> int:
+    """Return `k = max(1, floor(capacity * length))` (section 3.2 of the paper), exact for decimal capacities."""
+    return torch.sym_max(1, (length * round(capacity * _ONE) + _ROUND_OFF) // _ONE)
+
+
+def predictor_slots(capacity: float, slack: float, length: int) -> int:
+    """Return how many tokens of `length` a predictor may select: `ceil(slack * k)`, at most `length`."""
+    k = capacity_tokens(capacity, length)
+    return torch.sym_min(length, (k * round(slack * _ONE) + _ONE - 1 - _ROUND_OFF) // _ONE)
+
+
+def select_topk(
+    scores: Tensor, capacity: float, keep_first: int = 0, padding_mask: Tensor | None = None
+) -> Selection:
+    """Select each sequence's `k` best tokens: expert-choice routing (section 3.3 of the paper).
+
+    The number selected follows from each sequence's own length without padding, so a sample's routing does not
+    depend on the batch it is in. Ties go to the earlier position.
+
+    Args:
+        scores: `[B, S]` router scores.
+        capacity: share of the tokens to select, in (0, 1].
+        keep_first: this many tokens at the start of each sequence are selected before all others.
+        padding_mask: `[B, S]`, non-zero for real tokens; None when all are real. Padding is never selected.
+    """
+    batch, length = scores.shape
+    scores = scores.float()
+    k = capacity_tokens(capacity, length)
+    infinity = float("inf")
+    if keep_first > 0:
+        scores = scores.masked_fill(_is_first(scores, keep_first, padding_mask), infinity)
+    if padding_mask is None:
+        best = scores.topk(k, dim=-1).values
+        count = torch.full((batch, 1), k, dtype=torch.int64, device=scores.device)
+    else:
+        real = padding_mask != 0
+        best = scores.masked_fill(~real, -infinity).topk(k, dim=-1).values
+        count = _capacity_counts(capacity, real)
+        # A NaN-free total order: padding sorts below every real score, -inf included.
+        scores = torch.where(real, scores, -infinity)
+    threshold = best.gather(1, count - 1)
+    above = scores > threshold
+    tied = scores == threshold
+    if padding_mask is not None:
+        tied = tied & (padding_mask != 0)
+    room = count - above.sum(dim=-1, keepdim=True)
+    selected = above | (tied & (tied.long().cumsum(dim=-1) <= room))
+    tokens, valid = _compact(selected, k)
+    return Selection(tokens, None if padding_mask is None else valid)
+
+
+def select_predicted(
+    logits: Tensor,
+    threshold: Tensor,
+    capacity: float,
+    slack: float,
+    keep_first: int = 0,
+    padding_mask: Tensor | None = None,
+) -> Selection:
+    """Select the tokens whose predictor logit exceeds `threshold`: causal routing for inference (section 3.5).
+
+    A token's decision depends on its own hidden state, and on earlier tokens only through the static limit of
+    `predictor_slots` tokens per sequence: tokens are served in order of position, and those beyond the limit skip the block.
+
+    Args:
+        logits: `[B, S]` predictor logits.
+        threshold: scalar.
+        capacity: share of the tokens that the block was trained to run, in (0, 1].
+        slack: the limit is `ceil(slack * k)` tokens.
+        keep_first: this many tokens at the start of each sequence are always selected.
+        padding_mask: `[B, S]`, non-zero for real tokens; None when all are real. Padding is never selected.
+    """
+    selected = logits.float() > threshold
+    if keep_first > 0:
+        selected = selected | _is_first(logits, keep_first, padding_mask)
+    if padding_mask is not None:
+        selected = selected & (padding_mask != 0)
+    tokens, valid = _compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
+    return Selection(tokens, valid)
+
+
+def gather_tokens(x: Tensor, selection: Selection, dim: int = 1) -> Tensor:
+    """Gather the selected tokens of `x` along its sequence dimension `dim`.
+
+    Args:
+        x: `[B', .., S, ..]`; dimension 0 is the batch, where `B'` is `B`, a multiple of `B` (heads folded into the
+            batch, batch-major), or 1 (shared by the batch).
+
+    Returns:
+        `x` with size `k` in `dim`, and a batch of at least `B`.
+    """
+    tokens = selection.tokens
+    batch, k = tokens.shape
+    if x.shape[0] == 1 and batch != 1:
+        x = x.expand(batch, *x.shape[1:])
+    if x.shape[0] != batch:
+        tokens = tokens.repeat_interleave(x.shape[0] // batch, dim=0)
+    shape = [x.shape[0]] + [1] * (x.dim() - 1)
+    shape[dim] = k
+    index_shape = list(x.shape)
+    index_shape[dim] = k
+    return x.gather(dim, tokens.view(shape).expand(index_shape))
+
+
+def merge_tokens(hidden: Tensor, selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Write the block's gated output over the selected rows (equation 1 of the paper); all other rows stay as they are.
+
+    `update + (g - 1) * (update - inner)` equals `inner + g * (update - inner)`, and gives `update` bit for bit at g = 1.
+
+    Args:
+        hidden: `[B, S, D]`, the block's input.
+        selection: `k` tokens per sequence.
+        inner: `[B, k, D]`, the selected rows of `hidden`.
+        update: `[B, k, D]`, the block's output for them.
+        gate: `[B, k, 1]`.
+    """
+    rows = gated_rows(selection, inner, update, gate)
+    index = selection.tokens.unsqueeze(-1).expand_as(rows)
+    return hidden.scatter(1, index, rows)
+
+
+def gated_rows(selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Return the `[B, k, D]` rows that `merge_tokens` writes; a fill-up slot gets its own input back."""
+    rows = (update + (gate - 1) * (update - inner)).to(inner.dtype)
+    if selection.valid is not None:
+        rows = torch.where(selection.valid.unsqueeze(-1), rows, inner)
+    return rows
+
+
+def flatten_selection(selection: Selection, x: Tensor) -> Tensor:
+    """Return the `[B * k]` row numbers of the selected tokens in `x`, `[B or 1, S, ..]`, seen as `[B * S or S, ..]`."""
+    batch = selection.tokens.shape[0]
+    if x.shape[0] == 1 or batch == 1:
+        return selection.tokens.reshape(-1)
+    offsets = torch.arange(batch, device=selection.tokens.device).unsqueeze(1) * x.shape[1]
+    return (selection.tokens + offsets).reshape(-1)
+
+
+def gather_rows(x: Tensor, rows: Tensor, selection: Selection) -> Tensor:
+    """`gather_tokens` over `[B or 1, S, ..]` by flat row numbers: one `index_select`, the fastest form in every runtime."""
+    return x.reshape(-1, *x.shape[2:]).index_select(0, rows).view(*selection.tokens.shape, *x.shape[2:])
+
+
+def merge_rows(
+    hidden: Tensor, rows: Tensor, selection: Selection, inner: Tensor, update: Tensor, gate: Tensor
+) -> Tensor:
+    """`merge_tokens` by flat row numbers: one `index_copy`."""
+    values = gated_rows(selection, inner, update, gate)
+    return (
+        hidden.reshape(-1, hidden.shape[-1])
+        .index_copy(0, rows, values.reshape(-1, hidden.shape[-1]))
+        .view_as(hidden)
+    )
+
+
+def last_token(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Return `[B, 1, ..]`: of `x`, `[B, S, ..]`, the last token of each sequence that is not (right) padding."""
+    if padding_mask is None:
+        return x[:, -1:]
+    position = torch.arange(x.shape[1], device=x.device)
+    last = torch.where(padding_mask != 0, position, 0).amax(dim=-1)
+    return x.gather(1, last.view(-1, 1, *[1] * (x.dim() - 2)).expand(-1, 1, *x.shape[2:]))
+
+
+def _is_first(scores: Tensor, count: int, padding_mask: Tensor | None) -> Tensor:
+    if padding_mask is None:
+        return (torch.arange(scores.shape[1], device=scores.device) < count).expand_as(scores)
+    real = padding_mask != 0
+    return real & (real.long().cumsum(dim=-1) <= count)
+
+
+def _capacity_counts(capacity: float, real: Tensor) -> Tensor:
+    lengths = real.long().sum(dim=-1, keepdim=True)
+    return ((lengths * round(capacity * _ONE) + _ROUND_OFF) // _ONE).clamp(min=1)
+
+
+def _compact(selected: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Positions of the first `slots` selected tokens in order, filled up with unselected ones, and which are real."""
+    length = selected.shape[1]
+    position = torch.arange(length, device=selected.device)
+    key = torch.where(selected, position, position + length)
+    key = key.topk(slots, dim=-1, largest=False, sorted=True).values
+    valid = key < length
+    return torch.where(valid, key, key - length), valid

@@ -1,0 +1,210 @@
+"""What every pass is made of: the base class, its result, and the few graph helpers that passes share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+from torch.utils._pytree import tree_leaves
+
+from modify.errors import PassError
+from modify.ops.routing import RoutedOutput
+
+
+class Skip(NamedTuple):
+    """A node that a pass left as it was, and why."""
+
+    node: str
+    reason: str
+
+
+class GraphPassResult(PassResult):
+    """`PassResult` with the nodes that the pass left alone and why."""
+
+    skips: tuple[Skip, ...]
+
+    def __new__(
+        cls, graph_module: fx.GraphModule, modified: bool, skips: tuple[Skip, ...] = ()
+    ) -> GraphPassResult:
+        result = super().__new__(cls, graph_module, modified)
+        result.skips = skips
+        return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphPass(PassBase):
+    """A graph rewrite. Options are fields; the state of a run is local to `call`.
+
+    `requires` and `ensures` raise `PassError` where a condition does not hold. A pass that finds nothing to do returns the
+    graph untouched with `modified=False`. Class attribute `preserves_numerics` says whether the rewritten graph computes
+    the same bits.
+    """
+
+    preserves_numerics = True
+
+    def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
+        """Rewrite `graph_module` in place and return it."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name under which reports and errors mention the pass."""
+        return type(self).__name__
+
+    def fail(self, message: str) -> PassError:
+        """Return the error of a failed condition, which names the pass."""
+        return PassError(f"{self.name}: {message}")
+
+
+def block_calls(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return the call of each decoder block, by block index, in order of execution."""
+    return {node.meta["block"]: node for node in graph.nodes if "block" in node.meta}
+
+
+def calls_of(graph: fx.Graph, function: Callable[..., Any]) -> list[fx.Node]:
+    """Return the nodes that call `function`."""
+    return graph.find_nodes(op="call_function", target=function)
+
+
+def routing_of(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return, by block index, the `BlockRouting(scores, selection, predictor_logits)` calls among the graph's outputs."""
+    result = graph.output_node().args[0]
+    if isinstance(result, fx.Node) and result.target is RoutedOutput:
+        return dict(result.args[1])
+    return {}
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """Return the graph input called `name`.
+
+    Raises:
+        PassError: there is none.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if node.target == name:
+            return node
+    raise PassError(f"the graph has no input {name!r}; capture the model with modify.capture first")
+
+
+def dimension_symbols(graph: fx.Graph) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return the symbols (or, in a frozen graph, the numbers) of the batch size and the sequence length."""
+    shape = placeholder(graph, "input_ids").meta["val"].shape
+    return expression(shape[0]), expression(shape[1])
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """Return a dimension as a sympy expression; comparing these adds no guard."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """Return the mode that made the fake values in `meta["val"]`."""
+    for node in graph.nodes:
+        for leaf in tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    raise PassError("the graph carries no shapes in meta['val']; capture the model with modify.capture first")
+
+
+def value_of(argument: Any) -> Any:
+    """Map the nodes in `argument` to their `meta["val"]`."""
+    return fx.map_arg(argument, lambda node: node.meta["val"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """Inserts nodes before `anchor`, each with its shape in `meta["val"]` and the name of the pass that made it."""
+
+    graph_module: fx.GraphModule
+    anchor: fx.Node
+    made_by: str
+
+    def function(
+        self, target: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any
+    ) -> fx.Node:
+        """Insert a call of the function `target`."""
+        with self.graph_module.graph.inserting_before(self.anchor):
+            node = self.graph_module.graph.create_node("call_function", target, args, kwargs, name)
+        return self._annotate(node, target)
+
+    def module(self, target: str, *args: Any, name: str | None = None) -> fx.Node:
+        """Insert a call of the submodule `target`, whose parameters may be on any device."""
+        with self.graph_module.graph.inserting_before(self.anchor):
+            node = self.graph_module.graph.create_node("call_module", target, args, {}, name)
+        return self._annotate(node, self.graph_module.get_submodule(target))
+
+    def attribute(self, target: str) -> fx.Node:
+        """Insert a read of the parameter or buffer `target`."""
+        with self.graph_module.graph.inserting_before(self.anchor):
+            node = self.graph_module.graph.get_attr(target)
+        owner, _, name = target.rpartition(".")
+        mode = fake_mode_of(self.graph_module.graph)
+        node.meta = {
+            "val": _fake(getattr(self.graph_module.get_submodule(owner), name), mode),
+            "made_by": self.made_by,
+        }
+        return node
+
+    def _annotate(self, node: fx.Node, target: Callable[..., Any]) -> fx.Node:
+        node.meta = {
+            "val": fake_call(self.graph_module.graph, target, node.args, node.kwargs),
+            "made_by": self.made_by,
+        }
+        return node
+
+
+def fake_call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function or module on the shapes of its arguments alone."""
+    mode = fake_mode_of(graph)
+    with mode, torch.no_grad():
+        if isinstance(target, torch.nn.Module):
+            tensors = {
+                name: _fake(tensor, mode)
+                for name, tensor in [*target.named_parameters(), *target.named_buffers()]
+            }
+            return torch.func.functional_call(target, tensors, value_of(args), value_of(kwargs))
+        return target(*value_of(args), **value_of(kwargs))
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device
+        )
+
+
+def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
+    """Recompute `meta["val"]` of the nodes that depend on `changed`, as far as their shapes differ."""
+    graph = graph_module.graph
+    stale = {changed}
+    for node in graph.nodes:
+        if node.op == "output" or not stale.intersection(node.all_input_nodes):
+            continue
+        old = node.meta["val"]
+        if (
+            "block" in node.meta
+        ):  # a block keeps its hidden states' shape; running it may need weights that are not here
+            node.meta["val"] = next(
+                source.meta["val"]
+                for source in node.all_input_nodes
+                if isinstance(value := source.meta["val"], Tensor)
+                and value.dim() == 3
+                and value.shape[2] == old.shape[2]
+            )
+        else:
+            target = graph_module.get_submodule(node.target) if node.op == "call_module" else node.target
+            node.meta["val"] = fake_call(graph, target, node.args, node.kwargs)
+        if _sizes(old) != _sizes(node.meta["val"]):
+            stale.add(node)
+
+
+def _sizes(value: Any) -> list[list[sympy.Expr]]:
+    return [
+        [expression(size) for size in leaf.shape] for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+    ]

@@ -1,0 +1,253 @@
+"""Route the chosen decoder blocks: only the selected tokens go through them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from modify.ops.masks import causal_mask, gather_mask, token_mask
+from modify.ops.modules import Gate, RandomRouter, Router
+from modify.ops.routing import BlockRouting, RoutedOutput, gather_tokens, merge_tokens, select_topk
+from modify.passes.base import (
+    Builder,
+    GraphPass,
+    GraphPassResult,
+    Skip,
+    block_calls,
+    dimension_symbols,
+    expression,
+    placeholder,
+    routing_of,
+)
+from modify.passes.evaluation import CannotEvaluate, evaluate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsertRouters(GraphPass):
+    """Turn decoder blocks into routed blocks, and return the routing beside the logits.
+
+    Before::
+
+        h'      = model.layers.7(h, attention_mask=mask, position_embeddings=(cos, sin))
+        return logits
+
+    After::
+
+        scores  = routers.7(h)                                            # [B, S]
+        tokens  = select_topk(scores, 0.125, 1, attention_mask)           # k positions per sequence
+        inner   = gather_tokens(h, tokens)                                # [B, k, D]
+        update  = model.layers.7(inner, attention_mask=token_mask(..), position_embeddings=(gather_tokens(cos, tokens), ..))
+        gate    = gates.7(gather_tokens(scores, tokens))                  # [B, k, 1]
+        h'      = merge_tokens(h, tokens, inner, update, gate)
+        route   = BlockRouting(scores, tokens, None)
+        return RoutedOutput(logits, {7: route})
+
+    Every argument dimension that equals the sequence length is gathered:
+
+    1. `[B or 1, .., S, ..]`: gathered along that dimension (hidden states, cos and sin, position ids, biases).
+    2. A causal or sliding-window mask: rebuilt among the selected tokens from their positions.
+    3. Any other `[.., S, S]` mask: rows and columns gathered.
+
+    A block is left dense, with a skip that says why, when an argument has a sequence dimension without a batch, holds
+    integers that are not positions or token ids, depends on the sequence length in another way, or when `unroutable`
+    names the block.
+
+    Args:
+        layers: (block index, capacity) of the blocks to route.
+        unroutable: (block index, reason) of the blocks that must stay dense.
+        gate: see `MoDConfig`.
+        keep_first: see `MoDConfig`.
+        routing: see `MoDConfig`.
+        seed: seed of the router weights; a block's router depends on it and on the block's index only.
+    """
+
+    preserves_numerics = False
+
+    layers: tuple[tuple[int, float], ...] = ()
+    unroutable: tuple[tuple[int, str], ...] = ()
+    gate: str = "tanh"
+    keep_first: int = 1
+    routing: str = "learned"
+    seed: int = 0
+
+    def requires(self, graph_module: fx.GraphModule) -> None:
+        """Every block named must exist."""
+        blocks = block_calls(graph_module.graph)
+        for index, _ in self.layers:
+            if index not in blocks:
+                raise self.fail(f"the graph has no block {index}; it has blocks 0 to {len(blocks) - 1}")
+
+    def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
+        """See the class."""
+        reasons = dict(self.unroutable)
+        blocks = block_calls(graph_module.graph)
+        skips: list[Skip] = []
+        routing: dict[int, fx.Node] = {}
+        for index, capacity in self.layers:
+            block = blocks[index]
+            if "routed" in block.meta:
+                continue
+            reason = reasons.get(index) or _obstacle(graph_module, block)
+            if reason:
+                skips.append(Skip(block.name, f"block {index} stays dense: {reason}"))
+            else:
+                routing[index] = self._route(graph_module, index, block, capacity)
+        if routing:
+            self._return_routing(graph_module, routing)
+        return GraphPassResult(graph_module, bool(routing), tuple(skips))
+
+    def _route(self, graph_module: fx.GraphModule, index: int, block: fx.Node, capacity: float) -> fx.Node:
+        graph = graph_module.graph
+        hidden: fx.Node = block.meta["hidden"]
+        padding = placeholder(graph, "attention_mask")
+        build = Builder(graph_module, block, self.name)
+        self._add_modules(graph_module, index, block)
+
+        scores = build.module(f"routers.{index}", hidden, name=f"scores_{index}")
+        tokens = build.function(
+            select_topk, scores, capacity, self.keep_first, padding, name=f"tokens_{index}"
+        )
+        inner = build.function(gather_tokens, hidden, tokens, name=f"inner_{index}")
+        _, length = dimension_symbols(graph)
+        gathered: dict[fx.Node, fx.Node] = {hidden: inner}
+
+        def gather(argument: fx.Node) -> fx.Node:
+            if argument not in gathered:
+                gathered[argument] = _gather(build, argument, tokens, length)
+            return gathered[argument]
+
+        output = next((user for user in block.users if user.target is operator.getitem), block)
+        build_after = Builder(graph_module, output.next, self.name)
+        selected = build_after.function(gather_tokens, scores, tokens)
+        gate = build_after.module(f"gates.{index}", selected, name=f"gate_{index}")
+        users = [user for user in output.users if user is not block]
+        block.args, block.kwargs = fx.map_arg(block.args, gather), fx.map_arg(block.kwargs, gather)
+        block.meta["val"] = inner.meta["val"]
+        output.meta["val"] = inner.meta["val"]
+        block.meta["routed"] = self.name
+        merged = build_after.function(
+            merge_tokens, hidden, tokens, inner, output, gate, name=f"merged_{index}"
+        )
+        for user in users:
+            user.replace_input_with(output, merged)
+            if user.meta.get("hidden") is output:
+                user.meta["hidden"] = merged
+        return build_after.function(BlockRouting, scores, tokens, None, name=f"routing_{index}")
+
+    def _return_routing(self, graph_module: fx.GraphModule, routing: dict[int, fx.Node]) -> None:
+        output = graph_module.graph.output_node()
+        logits = output.args[0]
+        if known := routing_of(graph_module.graph):
+            routing = {**known, **routing}
+            logits = logits.args[0]
+        build = Builder(graph_module, output, self.name)
+        output.args = (
+            build.function(RoutedOutput, logits, dict(sorted(routing.items())), name="routed_output"),
+        )
+
+    def _add_modules(self, graph_module: fx.GraphModule, index: int, block: fx.Node) -> None:
+        device = module_device(graph_module.get_submodule(block.target))
+        size = block.meta["hidden"].meta["val"].shape[-1]
+        router = Router(size, device) if self.routing == "learned" else RandomRouter()
+        router.reset_parameters(torch.Generator().manual_seed(self.seed * 100_003 + index))
+        graph_module.add_submodule(f"routers.{index}", router)
+        graph_module.add_submodule(f"gates.{index}", Gate(self.gate, device))
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Return the device of a module's parameters; the CPU where they are on the meta device."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _sequence_dims(node: fx.Node, length: sympy.Expr) -> list[int]:
+    return [dim for dim, size in enumerate(node.meta["val"].shape) if expression(size) == length]
+
+
+def _obstacle(graph_module: fx.GraphModule, block: fx.Node) -> str | None:
+    """Return why the block cannot be routed, or None."""
+    batch, length = dimension_symbols(graph_module.graph)
+    hidden = block.meta["hidden"].meta["val"]
+    if hidden.dim() != 3:
+        return f"its hidden states have {hidden.dim()} dimensions, not [batch, sequence, hidden]"
+    for argument in block.all_input_nodes:
+        value = argument.meta["val"]
+        if isinstance(value, torch.SymInt):
+            if expression(value).has(length):
+                return f"argument {argument.name} is a number that depends on the sequence length"
+            continue
+        if not isinstance(value, Tensor):
+            return f"argument {argument.name} is no tensor"
+        dims = _sequence_dims(argument, length)
+        if any(expression(size).has(length) for dim, size in enumerate(value.shape) if dim not in dims):
+            return f"argument {argument.name} has a dimension derived from the sequence length: {list(value.shape)}"
+        if not dims:
+            continue
+        if 0 in dims or not _has_batch(value, batch):
+            return f"argument {argument.name} has a sequence dimension but no batch dimension: {list(value.shape)}"
+        if len(dims) > 1 and dims != [value.dim() - 2, value.dim() - 1]:
+            return f"argument {argument.name} has the sequence length in dimensions {dims}"
+        if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
+            if len(dims) == 1 and not _are_positions_or_ids(graph_module, argument):
+                return f"integer argument {argument.name} holds neither positions nor token ids; it may index the sequence"
+        if (
+            len(dims) == 2
+            and argument.target is not causal_mask
+            and (problem := _mask_problem(graph_module, argument))
+        ):
+            return problem
+    return None
+
+
+def _has_batch(value: Tensor, batch: sympy.Expr) -> bool:
+    first = expression(value.shape[0])
+    return first == 1 or first == batch or sympy.simplify(first / batch).is_integer is True
+
+
+def _are_positions_or_ids(graph_module: fx.GraphModule, argument: fx.Node) -> bool:
+    ids = torch.arange(20, dtype=torch.int64).view(2, 10) % 2
+    try:
+        seen = evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    except CannotEvaluate:
+        return False
+    if seen.dim() != 2:
+        return False
+    return bool((seen - seen[:, :1] == torch.arange(10)).all()) or torch.equal(seen.to(ids.dtype), ids)
+
+
+def _mask_problem(graph_module: fx.GraphModule, mask: fx.Node) -> str | None:
+    """A bool mask of unusual kind must mean "may attend" by True, or fill-up slots could not be hidden."""
+    if mask.meta["val"].dim() != 4:
+        return f"mask {mask.name} has {mask.meta['val'].dim()} dimensions"
+    if mask.meta["val"].dtype != torch.bool:
+        return None
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    try:
+        seen = evaluate(graph_module, mask, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    except CannotEvaluate as error:
+        return f"mask {mask.name}: {error}"
+    if not bool(seen.diagonal(dim1=-2, dim2=-1).all()):
+        return f"mask {mask.name} is inverted: True means hidden"
+    return None
+
+
+def _gather(build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Expr) -> fx.Node:
+    if not isinstance(argument.meta["val"], Tensor) and argument.target is not causal_mask:
+        return argument
+    if argument.target is causal_mask:
+        padding, ids, *rest = argument.args
+        return build.function(token_mask, tokens, padding, ids, *rest)
+    dims = _sequence_dims(argument, length)
+    if not dims:
+        return argument
+    if len(dims) == 2:
+        return build.function(gather_mask, argument, tokens)
+    return (
+        build.function(gather_tokens, argument, tokens, dims[0])
+        if dims[0] != 1
+        else build.function(gather_tokens, argument, tokens)
+    )

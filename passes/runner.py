@@ -1,0 +1,119 @@
+"""Runs passes: the one place that lints, removes dead code, recompiles, times and diffs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import time
+from collections.abc import Iterable
+
+from torch import fx, nn
+
+from modify.errors import PassError
+from modify.passes.base import GraphPass, Skip
+from modify.passes.printing import print_graph
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PassReport:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass.
+        modified: whether it changed the graph.
+        skips: the nodes that it left alone, and why.
+        seconds: its running time, with the clean-up after it.
+        diff: unified diff of the printed graph; empty unless asked for.
+    """
+
+    name: str
+    modified: bool
+    skips: tuple[Skip, ...]
+    seconds: float
+    diff: str = ""
+
+
+def run_passes(
+    graph_module: fx.GraphModule, passes: Iterable[GraphPass], *, diffs: bool = False
+) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
+    """Run `passes` in order on a copy of the graph; modules, parameters and buffers are shared with the original.
+
+    Args:
+        graph_module: from `modify.capture` or an earlier run.
+        passes: as given by a pipeline (`modify.passes.pipelines`) or chosen by hand.
+        diffs: keep a unified diff of the printed graph per pass.
+
+    Returns:
+        The rewritten graph, and a report per pass.
+
+    Raises:
+        PassError: a pass cannot run; the message names it and the passes that ran before it.
+    """
+    graph_module = copy_graph(graph_module)
+    reports: list[PassReport] = []
+    for graph_pass in passes:
+        start = time.perf_counter()
+        before = print_graph(graph_module.graph) if diffs else ""
+        try:
+            result = graph_pass(graph_module)
+        except PassError as error:
+            ran = ", ".join(report.name for report in reports) or "no pass"
+            raise PassError(f"{error} (after {ran})") from error
+        graph_module = result.graph_module
+        if result.modified:
+            clean_up(graph_module)
+        diff = ""
+        if diffs:
+            after = print_graph(graph_module.graph)
+            diff = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
+        reports.append(
+            PassReport(
+                name=graph_pass.name,
+                modified=result.modified,
+                skips=result.skips,
+                seconds=time.perf_counter() - start,
+                diff=diff,
+            )
+        )
+    return graph_module, tuple(reports)
+
+
+def clean_up(graph_module: fx.GraphModule) -> None:
+    """Remove dead code and unused modules, check the graph, and compile its forward."""
+    graph_module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph_module.delete_all_unused_submodules()
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a new graph over the same modules, parameters and buffers; node metadata is kept."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copied = values[node] = graph.node_copy(node, values.__getitem__)
+        copied.meta = dict(node.meta)
+        if "hidden" in node.meta:
+            copied.meta["hidden"] = values[node.meta["hidden"]]
+    new = fx.GraphModule(graph_module, graph, class_name=type(graph_module).__name__)
+    copy_persistence(graph_module, new)
+    new.meta = copy.copy(graph_module.meta)
+    new.train(graph_module.training)
+    return new
+
+
+def copy_persistence(source: nn.Module, target: fx.GraphModule) -> None:
+    """FX makes every buffer that it copies persistent; make each as persistent as in `source`, and unknown ones not."""
+    originals = dict(source.named_modules())
+    for name, module in target.named_modules():
+        original = originals.get(name)
+        if module is original:
+            continue
+        for buffer in module._buffers:
+            if (
+                original is None
+                or buffer not in original._buffers
+                or buffer in original._non_persistent_buffers_set
+            ):
+                module._non_persistent_buffers_set.add(buffer)
