@@ -33,6 +33,7 @@ class GraphPassResult(PassResult):
         cls, graph_module: fx.GraphModule, modified: bool, skips: tuple[Skip, ...] = ()
     ) -> GraphPassResult:
         result = super().__new__(cls, graph_module, modified)
+        assert isinstance(result, cls)
         result.skips = skips
         return result
 
@@ -41,9 +42,9 @@ class GraphPassResult(PassResult):
 class GraphPass(PassBase):
     """A graph rewrite. Options are fields; the state of a run is local to `call`.
 
-    `requires` and `ensures` raise `PassError` where a condition does not hold. A pass that finds nothing to do returns the
-    graph untouched with `modified=False`. Class attribute `preserves_numerics` says whether the rewritten graph computes
-    the same bits.
+    `requires` and `ensures` raise `PassError` where a condition does not hold. A pass that finds nothing to do returns
+    the graph untouched with `modified=False`. Class attribute `preserves_numerics` says whether the rewritten graph
+    computes the same bits.
     """
 
     preserves_numerics = True
@@ -73,7 +74,7 @@ def calls_of(graph: fx.Graph, function: Callable[..., Any]) -> list[fx.Node]:
 
 
 def routing_of(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Return, by block index, the `BlockRouting(scores, selection, predictor_logits)` calls among the graph's outputs."""
+    """Return, by block index, the `BlockRouting(scores, selection, predictor_logits)` calls that the graph returns."""
     result = graph.output_node().args[0]
     if isinstance(result, fx.Node) and result.target is RoutedOutput:
         return dict(result.args[1])

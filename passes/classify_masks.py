@@ -46,7 +46,8 @@ class ClassifyMasks(GraphPass):
     3. Anything else (chunks, biases, inverted masks) is left as it is, with a skip that says what it is.
 
     Args:
-        optional_mask: indices of the blocks that take None for plain causal attention; only their masks may become None.
+        optional_mask: indices of the blocks that take None for plain causal attention; only their masks may become
+            None.
     """
 
     optional_mask: frozenset[int] = frozenset()

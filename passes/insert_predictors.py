@@ -54,9 +54,10 @@ class InsertPredictors(GraphPass):
         return GraphPassResult(graph_module, modified)
 
     def _insert(self, graph_module: fx.GraphModule, index: int, scores: fx.Node) -> fx.Node:
-        hidden = scores.args[0]
+        (hidden,) = scores.all_input_nodes
         router = graph_module.get_submodule(f"routers.{index}")
         device = module_device(router)
+        module: RouterAsPredictor | Predictor
         if self.predictor == "aux":
             module, source = RouterAsPredictor(device), scores
         else:

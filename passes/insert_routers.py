@@ -40,7 +40,8 @@ class InsertRouters(GraphPass):
         scores  = routers.7(h)                                            # [B, S]
         tokens  = select_topk(scores, 0.125, 1, attention_mask)           # k positions per sequence
         inner   = gather_tokens(h, tokens)                                # [B, k, D]
-        update  = model.layers.7(inner, attention_mask=token_mask(..), position_embeddings=(gather_tokens(cos, tokens), ..))
+        update  = model.layers.7(inner, attention_mask=token_mask(..),
+                                 position_embeddings=(gather_tokens(cos, tokens), ..))
         gate    = gates.7(gather_tokens(scores, tokens))                  # [B, k, 1]
         h'      = merge_tokens(h, tokens, inner, update, gate)
         route   = BlockRouting(scores, tokens, None)
@@ -191,9 +192,9 @@ def _obstacle(graph_module: fx.GraphModule, block: fx.Node) -> str | None:
             return f"argument {argument.name} has a sequence dimension but no batch dimension: {list(value.shape)}"
         if len(dims) > 1 and dims != [value.dim() - 2, value.dim() - 1]:
             return f"argument {argument.name} has the sequence length in dimensions {dims}"
-        if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-            if len(dims) == 1 and not _are_positions_or_ids(graph_module, argument):
-                return f"integer argument {argument.name} holds neither positions nor token ids; it may index the sequence"
+        is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+        if is_integer and len(dims) == 1 and not _are_positions_or_ids(graph_module, argument):
+            return f"integer argument {argument.name} holds neither positions nor token ids; it may index the sequence"
         if (
             len(dims) == 2
             and argument.target is not causal_mask

@@ -39,7 +39,8 @@ class KeepLastLogits(GraphPass):
         return lm_head(norm)                                              # [B, 1, V]
 
     1. Everything after the last block works token by token on its output alone: the slice goes right after the block.
-    2. Something after the blocks needs another tensor with a sequence dimension: the logits themselves are sliced, with a skip.
+    2. Something after the blocks needs another tensor with a sequence dimension: the logits themselves are sliced, with
+       a skip.
     3. The graph already returns one token: left alone.
     """
 

@@ -1,7 +1,7 @@
 """Attention masks of the MoD dialect: built from positions, and only where an attention kernel needs one.
 
-A mask is `[B, 1, Q, K]`: bool with True for "may attend", or a float of 0 and the most negative value, which is added to
-the attention scores. None means plain causal attention, for which attention kernels have a fast path.
+A mask is `[B, 1, Q, K]`: bool with True for "may attend", or a float of 0 and the most negative value, which is added
+to the attention scores. None means plain causal attention, for which attention kernels have a fast path.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def select_predicted(
     """Select the tokens whose predictor logit exceeds `threshold`: causal routing for inference (section 3.5).
 
     A token's decision depends on its own hidden state, and on earlier tokens only through the static limit of
-    `predictor_slots` tokens per sequence: tokens are served in order of position, and those beyond the limit skip the block.
+    `predictor_slots` tokens per sequence: tokens are served in order of position, and those beyond the limit skip the
+    block.
 
     Args:
         logits: `[B, S]` predictor logits.
@@ -160,9 +161,10 @@ def gather_tokens(x: Tensor, selection: Selection, dim: int = 1) -> Tensor:
 
 
 def merge_tokens(hidden: Tensor, selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Write the block's gated output over the selected rows (equation 1 of the paper); all other rows stay as they are.
+    """Write the block's gated output over the selected rows (equation 1 of the paper); other rows stay as they are.
 
-    `update + (g - 1) * (update - inner)` equals `inner + g * (update - inner)`, and gives `update` bit for bit at g = 1.
+    `update + (g - 1) * (update - inner)` equals `inner + g * (update - inner)`, and gives `update` bit for bit at
+    g = 1.
 
     Args:
         hidden: `[B, S, D]`, the block's input.
@@ -194,7 +196,7 @@ def flatten_selection(selection: Selection, x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor, selection: Selection) -> Tensor:
-    """`gather_tokens` over `[B or 1, S, ..]` by flat row numbers: one `index_select`, the fastest form in every runtime."""
+    """`gather_tokens` over `[B or 1, S, ..]` by flat row numbers: one `index_select`, the fastest form everywhere."""
     return x.reshape(-1, *x.shape[2:]).index_select(0, rows).view(*selection.tokens.shape, *x.shape[2:])
 
 
