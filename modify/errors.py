@@ -23,6 +23,10 @@ class CheckpointError(ModifyError):
     """A checkpoint is missing, damaged, of a wrong kind, or its tensors do not fit the model."""
 
 
+class StorageError(ModifyError):
+    """An output directory exists already, cannot be created, or the disk is full."""
+
+
 class DataError(ModifyError):
     """The text or data set given has nothing to train or evaluate on, or cannot be read."""
 

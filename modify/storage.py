@@ -1,0 +1,135 @@
+"""Writing output directories whole: a directory appears complete or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from modify.errors import ModifyError, StorageError
+
+# What `modify` writes holds one of these; nothing else is ever replaced.
+_OURS = ("config.json", "manifest.json")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory beside `path` that is renamed to `path` when the body succeeds.
+
+    Whatever ends the body early, Ctrl-C included, removes the temporary directory and the parents made for it, and
+    leaves an existing `path` as it was. Missing parents are made.
+
+    Args:
+        path: the directory to write.
+        overwrite: replace an existing directory, once the new one is complete. Only a directory that is empty or holds
+            a `config.json` or `manifest.json` is ever replaced.
+
+    Raises:
+        StorageError: `path` exists and is not to be replaced, cannot be created, or the disk is full.
+    """
+    target = Path(os.path.abspath(path))
+    _check_target(target, overwrite)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    made: list[Path] = []
+    complete = False
+    try:
+        with _storage_errors(target, temporary):
+            made = _make_parents(target.parent)
+            temporary.mkdir()
+            yield temporary
+            _check_target(target, overwrite)  # somebody may have made it meanwhile
+            _replace(temporary, target)
+        complete = True
+    finally:
+        if not complete:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # a parent that somebody else uses by now stays
+                for parent in made:
+                    parent.rmdir()
+
+
+def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Hard-link a file, or copy it where the file system cannot link; symbolic links are followed."""
+    real = os.path.realpath(source)
+    try:
+        os.link(real, target)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise
+        shutil.copyfile(real, target)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise StorageError(f"{target} exists and is no directory; choose another output")
+    if not overwrite:
+        raise StorageError(f"{target} already exists; choose another output, or allow overwriting it")
+    if target.is_symlink():
+        raise StorageError(f"{target} is a symbolic link and is not overwritten; choose another output")
+    names = {entry.name for entry in target.iterdir()}
+    if names and not names.intersection(_OURS):
+        raise StorageError(
+            f"{target} holds neither {' nor '.join(_OURS)}, so modify did not write it and does not overwrite it; "
+            "remove it yourself or choose another output"
+        )
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """Make `parent` and return the directories made, innermost first."""
+    missing = []
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    if missing:
+        missing[0].mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Rename `temporary` to `target`; an old `target` steps aside first and comes back if that fails."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    old = target.with_name(f"{temporary.name}.old")
+    target.rename(old)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _storage_errors(target: Path, temporary: Path) -> Iterator[None]:
+    """Turn a full disk, also where a library words it in its own way, and a refused write into one clear line."""
+    try:
+        yield
+    except ModifyError:
+        raise
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        text = str(error)
+        if number in _NO_SPACE or f"(os error {errno.ENOSPC})" in text or os.strerror(errno.ENOSPC) in text:
+            raise StorageError(
+                f"no space left on the device while writing {target}; nothing was kept: "
+                "free some space or choose another output"
+            ) from error
+        if isinstance(error, OSError) and number and _concerns(error.filename, target, temporary):
+            raise StorageError(f"cannot write {target}: {os.strerror(number)}") from error
+        raise
+
+
+def _concerns(filename: object, target: Path, temporary: Path) -> bool:
+    """Whether the file that an error names belongs to the output or is a parent of it: not something that was read."""
+    if not isinstance(filename, str | os.PathLike):
+        return False
+    path = Path(os.path.abspath(filename))
+    return path.is_relative_to(temporary) or target.is_relative_to(path)
