@@ -60,7 +60,7 @@ def token_mask(
     """
     if optional and (window is None or hidden.shape[1] < window) and _all_real(padding_mask):
         return None
-    tokens, valid = selection
+    tokens, valid = selection.tokens, selection.valid
     slot = torch.arange(tokens.shape[1], device=tokens.device)
     allowed = (slot <= slot.unsqueeze(-1)).expand(tokens.shape[0], -1, -1)
     if valid is not None:

@@ -23,10 +23,13 @@ class Selection(NamedTuple):
         tokens: `[B, k]` int64, distinct positions: the selected tokens in ascending order, then fill-up tokens.
         valid: `[B, k]` bool, False for a fill-up slot, whose result is discarded; None when every slot is selected.
             Fill-up slots come last, so that causal attention over the slots never lets a selected token see one.
+        padding: `[B, k]` bool, True for a fill-up slot that holds padding; None when there is no padding. Its row may take the
+            block's output, as it would in the dense model: nobody reads it, and at capacity 1.0 even padding is then the same.
     """
 
     tokens: Tensor
     valid: Tensor | None
+    padding: Tensor | None = None
 
 
 class BlockRouting(NamedTuple):
@@ -103,7 +106,9 @@ def select_topk(
     room = count - above.sum(dim=-1, keepdim=True)
     selected = above | (tied & (tied.long().cumsum(dim=-1) <= room))
     tokens, valid = _compact(selected, k)
-    return Selection(tokens, None if padding_mask is None else valid)
+    if padding_mask is None:
+        return Selection(tokens, None)
+    return Selection(tokens, valid, ~real.gather(1, tokens))
 
 
 def select_predicted(
@@ -134,7 +139,8 @@ def select_predicted(
     if padding_mask is not None:
         selected = selected & (padding_mask != 0)
     tokens, valid = _compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
-    return Selection(tokens, valid)
+    padding = None if padding_mask is None else (padding_mask == 0).gather(1, tokens)
+    return Selection(tokens, valid, padding)
 
 
 def gather_tokens(x: Tensor, selection: Selection, dim: int = 1) -> Tensor:
@@ -181,9 +187,10 @@ def merge_tokens(hidden: Tensor, selection: Selection, inner: Tensor, update: Te
 def gated_rows(selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
     """Return the `[B, k, D]` rows that `merge_tokens` writes; a fill-up slot gets its own input back."""
     rows = (update + (gate - 1) * (update - inner)).to(inner.dtype)
-    if selection.valid is not None:
-        rows = torch.where(selection.valid.unsqueeze(-1), rows, inner)
-    return rows
+    if selection.valid is None:
+        return rows
+    kept = selection.valid if selection.padding is None else selection.valid | selection.padding
+    return torch.where(kept.unsqueeze(-1), rows, inner)
 
 
 def flatten_selection(selection: Selection, x: Tensor) -> Tensor:

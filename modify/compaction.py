@@ -1,0 +1,343 @@
+"""The compaction check: does a block, given only the selected tokens, compute what it computes for them in the full sequence?
+
+Identity at capacity 1.0 cannot see a block whose inside depends on positions that the graph does not show (a local window,
+an ALiBi slice, a convolution, a token indexer). This check can (design, section 3).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from modify.blocks import evaluation_mode
+from modify.errors import CaptureError
+from modify.ops.masks import causal_mask
+from modify.ops.routing import Selection, select_topk
+from modify.passes.base import block_calls, dimension_symbols, expression
+from modify.passes.classify_masks import ClassifyMasks, is_square
+from modify.passes.insert_routers import InsertRouters
+from modify.passes.runner import run_passes
+
+# A prime, so that it coincides with no dimension of a model; beyond the usual internal local windows of 256.
+CHECK_LENGTH = 257
+_CHECK_BATCH = 2
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LOW_PRECISION_TOLERANCE = 5e-2
+
+Materialize = Callable[[str, nn.Module], AbstractContextManager[nn.Module]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCheck:
+    """The verdict on one block.
+
+    Attributes:
+        block: its index.
+        failure: why the block must not be routed; None if it may.
+        error: largest difference between routed and masked full run, relative to the largest update.
+        optional_mask: the block takes None for plain causal attention, with the same result.
+    """
+
+    block: int
+    failure: str | None
+    error: float
+    optional_mask: bool
+
+
+def check_blocks(
+    graph_module: fx.GraphModule,
+    routed: Iterable[int],
+    *,
+    materialize: Materialize | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[int, BlockCheck]:
+    """Compare, for each block in `routed`, `block(gathered tokens)` with those tokens' rows of `block(full sequence)`.
+
+    In the full run the unselected keys are hidden from every attention (`scaled_dot_product_attention`, or a softmax
+    over the sequence). Inputs are random hidden states; the routed side runs through the very nodes that `InsertRouters`
+    makes, with fill-up slots.
+
+    Args:
+        graph_module: a captured dense graph.
+        routed: indices of the blocks to check.
+        materialize: gives a block its weights for as long as the context lasts; by default the block is used as
+            it is, or with random weights where it is on the meta device.
+        progress: called with (blocks done, blocks in all).
+    """
+    indices = sorted(set(routed))
+    generator = torch.Generator().manual_seed(0)
+    length = _check_length(graph_module)
+    selection = _random_selection(length, generator)
+    capacity = selection.tokens.shape[1] / length
+    route = InsertRouters(layers=tuple((index, capacity) for index in indices), keep_first=0)
+    tentative, reports = run_passes(graph_module, [ClassifyMasks(), route])
+    obstacles = {skip.node: skip.reason for skip in reports[-1].skips}
+    full = _block_arguments(graph_module, indices, selection, length)
+    compact = _block_arguments(tentative, indices, selection, length)
+    verdicts = {}
+    for done, index in enumerate(indices):
+        node = block_calls(graph_module.graph)[index]
+        module = graph_module.get_submodule(node.target)
+        if node.name in obstacles:
+            verdicts[index] = _failed(index, obstacles[node.name])
+            continue
+        context = materialize(node.target, module) if materialize else _with_weights(module)
+        with context as block, evaluation_mode(block), torch.no_grad():
+            verdicts[index] = _check(index, block, full[index], compact[index], selection, length)
+        if progress:
+            progress(done + 1, len(indices))
+    return verdicts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+    squares: tuple[Tensor, ...]  # the tensors among them that are masks or biases over the sequence
+
+    def replace(self, old: tuple[Tensor, ...], new: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def swap(value: Any) -> Any:
+            return new if any(value is tensor for tensor in old) else value
+
+        return tree_map(swap, (self.args, self.kwargs))
+
+
+def _check(
+    index: int, block: nn.Module, full: _Arguments, compact: _Arguments, selection: Selection, length: int
+) -> BlockCheck:
+    assert selection.valid is not None
+    hide = _HideUnselectedKeys(selection, length)
+    try:
+        with hide:
+            expected = _output(block, full.args, full.kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        return _failed(index, f"it does not run on random hidden states: {_first_line(error)}")
+    if hide.token_selection:
+        return _failed(index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)")
+    optional = _accepts_none(block, full)
+    try:
+        actual = _output(block, compact.args, compact.kwargs)
+    except (RuntimeError, IndexError, ValueError) as error:
+        return _failed(index, f"it does not run on gathered tokens: {_first_line(error)}", optional)
+    if actual.shape != compact.hidden.shape or expected.shape != full.hidden.shape:
+        return _failed(index, "its output has another shape than its input", optional)
+    rows = expected.gather(1, selection.tokens.unsqueeze(-1).expand_as(actual))
+    scale = (rows - compact.hidden)[selection.valid].abs().max().clamp(min=1e-12)
+    error = float((rows - actual)[selection.valid].abs().max() / scale)
+    if not error <= _TOLERANCE.get(actual.dtype, _LOW_PRECISION_TOLERANCE):
+        return BlockCheck(
+            block=index,
+            failure=f"compaction check failed: on gathered tokens it differs by {error:.1e} of its update from the full "
+            "run, so something inside the block depends on the positions of tokens",
+            error=error,
+            optional_mask=optional,
+        )
+    return BlockCheck(block=index, failure=None, error=error, optional_mask=optional)
+
+
+def _failed(index: int, reason: str, optional_mask: bool = False) -> BlockCheck:
+    return BlockCheck(block=index, failure=reason, error=float("inf"), optional_mask=optional_mask)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _output(block: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    output = block(*args, **kwargs)
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _accepts_none(block: nn.Module, full: _Arguments) -> bool:
+    """Whether the block computes plain causal attention when its masks are None."""
+    if not full.squares:
+        return False
+    dtype = full.squares[0].dtype
+    if dtype != torch.bool and not dtype.is_floating_point:
+        return False
+    mask = causal_mask(None, full.hidden, None, dtype, False)
+    try:
+        with_mask = _output(block, *full.replace(full.squares, mask))
+        without = _output(block, *full.replace(full.squares, None))
+    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+        return False
+    scale = (with_mask - full.hidden).abs().max().clamp(min=1e-12)
+    error = float((with_mask - without).abs().max() / scale)
+    return error <= _TOLERANCE.get(with_mask.dtype, _LOW_PRECISION_TOLERANCE)
+
+
+def _check_length(graph_module: fx.GraphModule) -> int:
+    """`CHECK_LENGTH`, or less where the graph is bounded to shorter sequences."""
+    _, length = dimension_symbols(graph_module.graph)
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        size = node.meta["val"].shape[1]
+        if isinstance(size, torch.SymInt):
+            upper = size.node.shape_env.bound_sympy(length).upper
+            return CHECK_LENGTH if not upper.is_finite or int(upper) >= CHECK_LENGTH else int(upper)
+    return CHECK_LENGTH
+
+
+def _random_selection(length: int, generator: torch.Generator) -> Selection:
+    """About a third of the tokens, first and last among them, a different set per sequence, and two fill-up slots."""
+    count = max(2, length // 3)
+    tokens = []
+    for _ in range(_CHECK_BATCH):
+        middle = torch.randperm(length - 2, generator=generator) + 1
+        chosen = torch.cat([middle[: count - 2], torch.tensor([0, length - 1])]).sort().values
+        tokens.append(torch.cat([chosen, middle[count - 2 : count].sort().values]))
+    valid = torch.arange(tokens[0].numel()) < count
+    return Selection(torch.stack(tokens), valid.expand(_CHECK_BATCH, -1).contiguous())
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph on random hidden states, and records the arguments of its blocks instead of running them."""
+
+    def __init__(self, graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int) -> None:
+        super().__init__(graph_module)
+        self.wanted, self.selection, self.length = set(wanted), selection, length
+        self.recorded: dict[int, _Arguments] = {}
+        self.symbols = dict(zip(dimension_symbols(graph_module.graph), (_CHECK_BATCH, length), strict=True))
+        self.hidden = {node.meta["hidden"]: index for index, node in block_calls(graph_module.graph).items()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if "block" in n.meta and n.meta["block"] in self.wanted:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            self.recorded[n.meta["block"]] = self._record(n, args, kwargs)
+        if n.target is select_topk:
+            return self.selection
+        if n in self.hidden:
+            generator = torch.Generator().manual_seed(self.hidden[n])
+            value = n.meta["val"]
+            return torch.randn(self._shape(value), generator=generator).to(self._device(n), value.dtype)
+        if n.op == "call_module":
+            return self._stand_in(n)
+        return super().run_node(n)
+
+    def _record(self, node: fx.Node, args: Any, kwargs: Any) -> _Arguments:
+        _, length = dimension_symbols(node.graph)
+        squares = tuple(self.env[source] for source in node.all_input_nodes if is_square(source, length))
+        value = node.meta["val"]
+        hidden = next(
+            self.env[source]
+            for source in node.all_input_nodes
+            if isinstance(other := source.meta["val"], Tensor) and other.shape[2:] == value.shape[2:] and other.dim() > 2
+        )
+        return _Arguments(args, kwargs, hidden, squares)
+
+    def _stand_in(self, node: fx.Node) -> Any:
+        """The value of a module that is not run: its weights may not be here, and its output does not matter."""
+        return tree_map(
+            lambda value: torch.zeros(self._shape(value), dtype=value.dtype, device=self._device(node)),
+            node.meta["val"],
+        )
+
+    def _shape(self, value: Tensor) -> list[int]:
+        return [int(expression(size).subs(self.symbols)) for size in value.shape]
+
+    def _device(self, node: fx.Node) -> torch.device:
+        return node.meta["val"].device
+
+
+def _block_arguments(
+    graph_module: fx.GraphModule, wanted: list[int], selection: Selection, length: int
+) -> dict[int, _Arguments]:
+    recorder = _Recorder(graph_module, wanted, selection, length)
+    ids = torch.zeros(_CHECK_BATCH, length, dtype=torch.int64)
+    with torch.no_grad():
+        recorder.run(ids, torch.ones_like(ids))
+    return recorder.recorded
+
+
+class _HideUnselectedKeys(TorchFunctionMode):
+    """Hides the unselected tokens' keys from every attention over the sequence, and notes selection of tokens inside."""
+
+    def __init__(self, selection: Selection, length: int) -> None:
+        super().__init__()
+        assert selection.valid is not None
+        self.length = length
+        hidden = torch.ones(_CHECK_BATCH, length, dtype=torch.bool)
+        hidden.scatter_(1, selection.tokens, ~selection.valid)
+        self.hidden = hidden
+        self.token_selection: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, *args, **kwargs)
+        if name in ("softmax", "_softmax") and args and isinstance(args[0], Tensor) and self._over_keys(args[0]):
+            scores = args[0].masked_fill(self._columns(args[0]), torch.finfo(args[0].dtype).min)
+            return func(scores, *args[1:], **kwargs)
+        if name in ("topk", "sort", "argsort") and args and isinstance(args[0], Tensor):
+            dim = kwargs.get("dim", -1)
+            if args[0].dim() and isinstance(dim, int) and args[0].shape[dim] == self.length:
+                self.token_selection = name
+        return func(*args, **kwargs)
+
+    def _over_keys(self, scores: Tensor) -> bool:
+        """`[.., S, S]`, or one column more where attention has a sink."""
+        return scores.dim() >= 3 and scores.shape[-2] == self.length and scores.shape[-1] in (self.length, self.length + 1)
+
+    def _columns(self, scores: Tensor) -> Tensor:
+        hidden = self.hidden.to(scores.device)
+        if scores.shape[-1] > self.length:
+            hidden = torch.cat([hidden, hidden.new_zeros(_CHECK_BATCH, 1)], dim=1)
+        repeated = hidden.repeat_interleave(scores.shape[0] // _CHECK_BATCH, dim=0)
+        return repeated.view(-1, *[1] * (scores.dim() - 2), hidden.shape[1])
+
+    def _attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if key.shape[-2] == self.length and query.shape[-2] == self.length:
+            if is_causal and attn_mask is None:
+                attn_mask = causal_mask(None, query.transpose(1, 2), None, torch.bool, False)
+                is_causal = False
+            visible = ~self.hidden.to(query.device).view(_CHECK_BATCH, *[1] * (query.dim() - 2), self.length)
+            if attn_mask is None:
+                attn_mask = visible.expand(_CHECK_BATCH, *[1] * (query.dim() - 3), self.length, self.length)
+            elif attn_mask.dtype == torch.bool:
+                attn_mask = attn_mask & visible
+            else:
+                attn_mask = attn_mask.masked_fill(~visible, torch.finfo(attn_mask.dtype).min)
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+
+
+@contextmanager
+def _with_weights(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or a copy with random weights where it is on the meta device."""
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        with nullcontext(module):
+            yield module
+        return
+    if any(buffer.is_meta for buffer in module.buffers()):
+        raise CaptureError(
+            f"{type(module).__name__} has buffers on the meta device, whose values are unknown; keep buffers real and "
+            "only parameters on meta (accelerate's init_empty_weights does that)"
+        )
+    generator = torch.Generator().manual_seed(0)
+    copied = copy.deepcopy(module)
+    for owner in copied.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            values = torch.randn(parameter.shape, generator=generator)
+            values = values * 0.5 + 0.5 if parameter.dim() == 1 else values * parameter.shape[-1] ** -0.5
+            owner._parameters[name] = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
+    yield copied
