@@ -154,14 +154,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _hidden_index(args: Any, kwargs: Any) -> int | None:
-    """Index, among the tensor leaves, of the first `[B, S, ..]` floating-point tensor."""
+    """Index, among the tensor leaves, of the first float tensor with a batch, a sequence and a last dimension, in this order."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for index, tensor in enumerate(tensors):
-        if (
-            tensor.dim() >= 3
-            and tensor.shape[:2] == (PROBE_BATCH, PROBE_LENGTH)
-            and tensor.is_floating_point()
-        ):
+        if tensor.is_floating_point() and (PROBE_BATCH, PROBE_LENGTH) in zip(tensor.shape, tensor.shape[1:-1], strict=False):
             return index
     return None
 

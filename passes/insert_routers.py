@@ -94,7 +94,7 @@ class InsertRouters(GraphPass):
                 continue
             reason = reasons.get(index) or _obstacle(graph_module, block)
             if reason:
-                skips.append(Skip(block.name, f"block {index} stays dense: {reason}"))
+                skips.append(Skip(block.name, reason))
             else:
                 routing[index] = self._route(graph_module, index, block, capacity)
         if routing:
@@ -210,8 +210,11 @@ def _has_batch(value: Tensor, batch: sympy.Expr) -> bool:
 
 
 def _are_positions_or_ids(graph_module: fx.GraphModule, argument: fx.Node) -> bool:
-    ids = torch.arange(20, dtype=torch.int64).view(2, 10) % 2
+    ids = torch.arange(20, dtype=torch.int64).view(2, 10) % 3
+    padding = (torch.arange(10) < torch.tensor([[10], [7]])).long()
     try:
+        if torch.equal(evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": padding}).long(), padding):
+            return True
         seen = evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     except CannotEvaluate:
         return False
