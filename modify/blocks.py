@@ -157,7 +157,9 @@ def _hidden_index(args: Any, kwargs: Any) -> int | None:
     """Index, among the tensor leaves, of the first float tensor with a batch, a sequence and a last dimension, in this order."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for index, tensor in enumerate(tensors):
-        if tensor.is_floating_point() and (PROBE_BATCH, PROBE_LENGTH) in zip(tensor.shape, tensor.shape[1:-1], strict=False):
+        if tensor.is_floating_point() and (PROBE_BATCH, PROBE_LENGTH) in zip(
+            tensor.shape, tensor.shape[1:-1], strict=False
+        ):
             return index
     return None
 

@@ -298,7 +298,6 @@ def _graph_module(model: nn.Module, graph: fx.Graph, constants: dict[str, Tensor
             )
     module = fx.GraphModule(root, graph, class_name=type(model).__name__)
     copy_persistence(model, module)
-    module.train(model.training)
     return module
 
 

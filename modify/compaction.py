@@ -94,7 +94,10 @@ def check_blocks(
         with context as block, evaluation_mode(block), torch.no_grad():
             arguments = full[index], compact[index]
             if any(parameter.dtype in _LOW_PRECISION for parameter in block.parameters()):
-                block, arguments = copy.deepcopy(block).float(), tuple(given.in_float32() for given in arguments)
+                block, arguments = (
+                    copy.deepcopy(block).float(),
+                    tuple(given.in_float32() for given in arguments),
+                )
             verdicts[index] = _check(index, block, *arguments, selection, length)
         if progress:
             progress(done + 1, len(indices))
@@ -137,7 +140,9 @@ def _check(
     except (RuntimeError, IndexError, ValueError) as error:
         return _failed(index, f"it does not run on random hidden states: {_first_line(error)}")
     if hide.token_selection:
-        return _failed(index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)")
+        return _failed(
+            index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)"
+        )
     optional = _accepts_none(block, full)
     try:
         actual = _output(block, compact.args, compact.kwargs)
@@ -216,7 +221,9 @@ def _random_selection(length: int, generator: torch.Generator) -> Selection:
 class _Recorder(fx.Interpreter):
     """Runs a graph on random hidden states, and records the arguments of its blocks instead of running them."""
 
-    def __init__(self, graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int
+    ) -> None:
         super().__init__(graph_module)
         self.wanted, self.selection, self.length = set(wanted), selection, length
         self.recorded: dict[int, _Arguments] = {}
@@ -244,7 +251,9 @@ class _Recorder(fx.Interpreter):
         hidden = next(
             self.env[source]
             for source in node.all_input_nodes
-            if isinstance(other := source.meta["val"], Tensor) and other.shape[2:] == value.shape[2:] and other.dim() > 2
+            if isinstance(other := source.meta["val"], Tensor)
+            and other.shape[2:] == value.shape[2:]
+            and other.dim() > 2
         )
         return _Arguments(args, kwargs, hidden, squares)
 
@@ -289,7 +298,12 @@ class _HideUnselectedKeys(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **kwargs)
-        if name in ("softmax", "_softmax") and args and isinstance(args[0], Tensor) and self._over_keys(args[0]):
+        if (
+            name in ("softmax", "_softmax")
+            and args
+            and isinstance(args[0], Tensor)
+            and self._over_keys(args[0])
+        ):
             scores = args[0].masked_fill(self._columns(args[0]), torch.finfo(args[0].dtype).min)
             return func(scores, *args[1:], **kwargs)
         if name in ("topk", "sort", "argsort") and args and isinstance(args[0], Tensor):
@@ -300,7 +314,11 @@ class _HideUnselectedKeys(TorchFunctionMode):
 
     def _over_keys(self, scores: Tensor) -> bool:
         """`[.., S, S]`, or one column more where attention has a sink."""
-        return scores.dim() >= 3 and scores.shape[-2] == self.length and scores.shape[-1] in (self.length, self.length + 1)
+        return (
+            scores.dim() >= 3
+            and scores.shape[-2] == self.length
+            and scores.shape[-1] in (self.length, self.length + 1)
+        )
 
     def _columns(self, scores: Tensor) -> Tensor:
         hidden = self.hidden.to(scores.device)

@@ -76,8 +76,12 @@ def convert(
     checks = check_blocks(captured, layers, materialize=materialize, progress=progress)
     record = ConversionRecord(
         layers=tuple(layers.items()),
-        unroutable=tuple((index, check.failure) for index, check in checks.items() if check.failure is not None),
-        optional_mask=_optional_masks(captured, {index: check.optional_mask for index, check in checks.items()}),
+        unroutable=tuple(
+            (index, check.failure) for index, check in checks.items() if check.failure is not None
+        ),
+        optional_mask=_optional_masks(
+            captured, {index: check.optional_mask for index, check in checks.items()}
+        ),
     )
     return convert_captured(captured, config, record)
 
@@ -114,7 +118,10 @@ def route_by_predictor(graph_module: fx.GraphModule, config: MoDConfig) -> fx.Gr
 def _optional_masks(captured: fx.GraphModule, checked: Mapping[int, bool]) -> tuple[int, ...]:
     """Extend the verdicts on routed blocks to blocks of the same class, which run the same attention code."""
     by_class: dict[type, bool] = {}
-    blocks = {index: type(captured.get_submodule(node.target)) for index, node in block_calls(captured.graph).items()}
+    blocks = {
+        index: type(captured.get_submodule(node.target))
+        for index, node in block_calls(captured.graph).items()
+    }
     for index, optional in checked.items():
         by_class[blocks[index]] = by_class.get(blocks[index], True) and optional
     return tuple(index for index, kind in blocks.items() if checked.get(index, by_class.get(kind, False)))

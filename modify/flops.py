@@ -65,7 +65,10 @@ class _UnusedPairs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention or func is torch.ops.aten.scaled_dot_product_attention.default:
+        if (
+            func is scaled_dot_product_attention
+            or func is torch.ops.aten.scaled_dot_product_attention.default
+        ):
             call = _SIGNATURE.bind(*args, **kwargs).arguments
             query, key, value = call["query"], call["key"], call["value"]
             if call.get("is_causal", False):

@@ -25,7 +25,8 @@ class RouteByPredictor(GraphPass):
         tokens = select_predicted(predicted, threshold, 0.125, 1.25, 1, attention_mask)
 
     1. Every `select_topk` is replaced; the static number of slots grows from `k` to `ceil(slack * k)`.
-    2. A graph without `select_topk` is left alone.
+    2. A block of capacity 1.0 runs every token anyway, and is left alone.
+    3. A graph without `select_topk` is left alone.
 
     Args:
         predictor_slack: see `MoDConfig`.
@@ -49,7 +50,7 @@ class RouteByPredictor(GraphPass):
         modified = False
         for index, route in routing_of(graph_module.graph).items():
             _, old, logits = route.args
-            if old.target is not select_topk:
+            if old.target is not select_topk or old.args[1] == 1.0:
                 continue
             _, capacity, keep_first, padding = old.args
             build = Builder(graph_module, old, self.name)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from modify.errors import PassError
-from modify.passes.base import GraphPass, Skip
+from modify.passes.base import GraphPass, Skip, remember_fake_calls
 from modify.passes.printing import print_graph
 
 
@@ -52,31 +52,34 @@ def run_passes(
     """
     graph_module = copy_graph(graph_module)
     reports: list[PassReport] = []
-    for graph_pass in passes:
-        start = time.perf_counter()
-        before = print_graph(graph_module.graph) if diffs else ""
-        try:
-            result = graph_pass(graph_module)
-        except PassError as error:
-            ran = ", ".join(report.name for report in reports) or "no pass"
-            raise PassError(f"{error} (after {ran})") from error
-        graph_module = result.graph_module
-        if result.modified:
-            clean_up(graph_module)
-        diff = ""
-        if diffs:
-            after = print_graph(graph_module.graph)
-            diff = "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
-        reports.append(
-            PassReport(
-                name=graph_pass.name,
-                modified=result.modified,
-                skips=result.skips,
-                seconds=time.perf_counter() - start,
-                diff=diff,
+    with remember_fake_calls():
+        for graph_pass in passes:
+            start = time.perf_counter()
+            before = print_graph(graph_module.graph) if diffs else ""
+            try:
+                result = graph_pass(graph_module)
+            except PassError as error:
+                ran = ", ".join(report.name for report in reports) or "no pass"
+                raise PassError(f"{error} (after {ran})") from error
+            graph_module = result.graph_module
+            if result.modified:
+                clean_up(graph_module)
+            diff = _diff(before, print_graph(graph_module.graph)) if diffs else ""
+            seconds = time.perf_counter() - start
+            reports.append(
+                PassReport(
+                    name=graph_pass.name,
+                    modified=result.modified,
+                    skips=result.skips,
+                    seconds=seconds,
+                    diff=diff,
+                )
             )
-        )
     return graph_module, tuple(reports)
+
+
+def _diff(before: str, after: str) -> str:
+    return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))
 
 
 def clean_up(graph_module: fx.GraphModule) -> None:
@@ -87,8 +90,9 @@ def clean_up(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a new graph over the same modules, parameters and buffers; node metadata is kept."""
+def copy_graph(graph_module: fx.GraphModule, root: nn.Module | None = None) -> fx.GraphModule:
+    """Return a new graph over the same modules, parameters and buffers, or over `root`'s; node metadata is kept."""
+    root = graph_module if root is None else root
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -96,10 +100,10 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
         copied.meta = dict(node.meta)
         if "hidden" in node.meta:
             copied.meta["hidden"] = values[node.meta["hidden"]]
-    new = fx.GraphModule(graph_module, graph, class_name=type(graph_module).__name__)
-    copy_persistence(graph_module, new)
+    new = fx.GraphModule(root, graph, class_name=type(graph_module).__name__)
+    copy_persistence(root, new)
     new.meta = copy.copy(graph_module.meta)
-    new.train(graph_module.training)
+    new.training = root.training  # of this module alone: the modules below are shared, and keep their mode
     return new
 
 

@@ -1,0 +1,445 @@
+"""The Hugging Face side of a converted model: config, model, loading and saving."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import ModelOutput, cached_file
+
+from modify.capture import capture
+from modify.config import MoDConfig
+from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
+from modify.errors import CheckpointError, ConfigError
+from modify.ops.routing import BlockRouting, RoutedOutput
+from modify.passes.runner import copy_graph, run_passes
+from modify.passes.set_capacity import SetCapacity
+
+Routing = Literal["topk", "predictor", "dense"]
+
+MOD_WEIGHTS = "mod.safetensors"
+MOD_PREFIXES = ("routers.", "gates.", "predictors.")
+
+
+class MoDModelConfig(PreTrainedConfig):
+    """Config of a converted model: the dense model's config, the MoD options and the conversion record.
+
+    Attributes that it does not have itself (`vocab_size`, `hidden_size`, ..) are the dense model's.
+    """
+
+    model_type = "mixture_of_depths"
+
+    dense_config: dict[str, Any] | PreTrainedConfig | None = None
+    mod_config: dict[str, Any] | None = None
+    conversion_record: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.dense_config, dict):
+            options = dict(self.dense_config)
+            self.dense_config = AutoConfig.for_model(options.pop("model_type"), **options)
+        super().__post_init__(**kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        dense = self.__dict__.get("dense_config")
+        if name.startswith("_") or not isinstance(dense, PreTrainedConfig):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(dense, name)
+
+
+@dataclasses.dataclass
+class MoDOutput(ModelOutput):
+    """Output of `MoDForCausalLM`.
+
+    Attributes:
+        loss: scalar, mean next-token cross-entropy; None without labels.
+        logits: `[B, S, V]`.
+        routing: per routed block, by its index, what it did; None under dense routing.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    routing: dict[int, BlockRouting] | None = None
+
+
+class MoDForCausalLM(PreTrainedModel, GenerationMixin):
+    """A Mixture-of-Depths causal LM: the modules of the dense model, run by the converted graph.
+
+    Parameters and submodules keep the dense model's names; routers, gates and predictors are added beside them. In
+    training mode blocks route by top-k, in evaluation mode by their predictors, unless a call says otherwise.
+    """
+
+    config_class = MoDModelConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(
+        self, config: MoDModelConfig, dense: nn.Module | None = None, graph: fx.GraphModule | None = None
+    ) -> None:
+        """Build from a config alone (random weights), or around a dense model and its converted graph."""
+        if dense is None:
+            dense = AutoModelForCausalLM.from_config(config.dense_config)
+        config._attn_implementation = dense.config._attn_implementation
+        super().__init__(config)
+        if graph is None:
+            record = ConversionRecord.from_dict(config.conversion_record or {})
+            graph = convert_captured(capture(dense), MoDConfig.from_dict(config.mod_config or {}), record)
+        self.mod_config: MoDConfig = graph.meta["mod_config"]
+        for name, child in dense.named_children():
+            self.add_module(name, child)
+        for name, parameter in dense.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in dense.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name not in dense._non_persistent_buffers_set)
+        for prefix in MOD_PREFIXES:
+            name = prefix.removesuffix(".")
+            if hasattr(graph, name):
+                self.add_module(name, getattr(graph, name))
+        # Held in containers that torch does not register: these share the modules above.
+        self._dense = (dense,)
+        self._graphs: dict[Routing, fx.GraphModule] = {"topk": graph, "dense": graph.meta["dense_graph"]}
+        self._annealed: tuple[fx.GraphModule, ...] = ()
+        self._register_constants(graph)
+        self._graph_device = _graph_device(dense)
+        for name in (
+            "base_model_prefix",
+            "_no_split_modules",
+            "_tied_weights_keys",
+            "all_tied_weights_keys",
+            "_tp_plan",
+        ):
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
+        self.generation_config = getattr(dense, "generation_config", None) or GenerationConfig()
+        self.generation_config.use_cache = False
+
+    @classmethod
+    def from_dense(cls, dense: PreTrainedModel, config: MoDConfig, **kwargs: Any) -> MoDForCausalLM:
+        """Convert a dense Hugging Face causal LM; keyword arguments go to `modify.convert`.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+            ConfigError: the config does not fit the model, or no block can be routed.
+        """
+        graph = convert(dense, config, **kwargs)
+        return cls(model_config(dense.config, graph), dense, graph)
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The training graph (top-k routing, `RoutedOutput`) over this model's modules as they are now."""
+        return copy_graph(self._graphs["topk"], root=self)
+
+    @property
+    def dense_graph(self) -> fx.GraphModule:
+        """The dense model's graph, which runs every block on every token, over this model's modules as they are now."""
+        return copy_graph(self._graphs["dense"], root=self)
+
+    @property
+    def conversion_record(self) -> ConversionRecord:
+        """What the conversion found out and did."""
+        return self._graphs["topk"].meta["conversion_record"]
+
+    @property
+    def capacities(self) -> dict[int, float]:
+        """Each routed block's capacity as converted, by block index."""
+        routed = self._graphs["topk"].meta["conversion_record"]
+        unroutable = {index for index, _ in routed.unroutable}
+        return {index: capacity for index, capacity in routed.layers if index not in unroutable}
+
+    def set_capacities(self, capacities: Mapping[int, float] | None) -> None:
+        """Let top-k routing run at other capacities (annealing); None restores those of the conversion."""
+        self._annealed = ()
+        if capacities is not None:
+            annealed, _ = run_passes(
+                self._graphs["topk"], [SetCapacity(capacities=tuple(capacities.items()))]
+            )
+            self._annealed = (annealed,)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        routing: Routing | None = None,
+        **kwargs: Any,
+    ) -> MoDOutput | tuple[Tensor, ...]:
+        """Run the model.
+
+        Args:
+            input_ids: `[B, S]` int64 token ids.
+            attention_mask: `[B, S]`, non-zero for real tokens; padding must be on the right.
+            labels: `[B, S]` int64 targets, shifted inside, -100 for none.
+            routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode.
+            kwargs: `return_dict`, and what the loss function takes (`num_items_in_batch`); `use_cache` must be false.
+
+        Raises:
+            ConfigError: unknown routing, left padding, or an argument that this model does not take.
+        """
+        return_dict = kwargs.pop("return_dict", None)
+        if kwargs.pop("use_cache", False) or kwargs.pop("past_key_values", None) is not None:
+            raise ConfigError("this model has no key-value cache; call it with use_cache=False")
+        routing = routing or ("topk" if self.training else "predictor")
+        if routing not in get_args(Routing):
+            raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
+        _refuse_left_padding(attention_mask)
+        self._follow_device(input_ids.device)
+        graph = self._graph_for(routing)
+        # The graph's forward runs on this module: it looks up the same names here, whatever replaced the modules since.
+        output = type(graph).forward(self, input_ids, attention_mask)
+        logits, blocks = (
+            (output.logits, output.routing) if isinstance(output, RoutedOutput) else (output, None)
+        )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        result = MoDOutput(loss=loss, logits=logits, routing=blocks)
+        return result.to_tuple() if return_dict is False else result
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Without a cache every step runs the whole sequence."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the dense model's token embedding."""
+        return self._dense[0].get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the dense model's head."""
+        return self._dense[0].get_output_embeddings()
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Tie what the dense model ties."""
+        self._dense[0].tie_weights(*args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing to do: the dense model and the passes initialise their own weights."""
+
+    def _register_constants(self, graph: fx.GraphModule) -> None:
+        """Constants that tracing lifted out of the dense model's code belong to the graph; it is run on this module."""
+        for node in graph.graph.find_nodes(op="get_attr"):
+            if "." not in node.target and not hasattr(self, node.target):
+                self.register_buffer(node.target, getattr(graph, node.target), persistent=False)
+
+    def _graph_for(self, routing: Routing) -> fx.GraphModule:
+        if routing == "topk" and self._annealed:
+            return self._annealed[0]
+        if routing not in self._graphs:
+            self._graphs[routing] = route_by_predictor(self._graphs["topk"], self.mod_config)
+        return self._graphs[routing]
+
+    def _follow_device(self, device: torch.device) -> None:
+        """Tracing bakes the device of constants into a graph; rewrite it when the model has moved."""
+        if device == self._graph_device:
+            return
+        for graph in [*self._graphs.values(), *self._annealed]:
+            for node in graph.graph.nodes:
+                node.args, node.kwargs = torch.utils._pytree.tree_map(
+                    lambda value: device if isinstance(value, torch.device) else value,
+                    (node.args, node.kwargs),
+                )
+            graph.recompile()
+        self._graph_device = device
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a checkpoint: the dense weights as the dense model writes them, `mod.safetensors`, and the config.
+
+        Args:
+            save_directory: made if missing.
+            state_dict: what to save instead of the model's own state (as distributed training gathers it).
+            kwargs: as for `PreTrainedModel.save_pretrained`.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        mod = {name: tensor for name, tensor in state.items() if name.startswith(MOD_PREFIXES)}
+        dense = {name: tensor for name, tensor in state.items() if name not in mod}
+        self._dense[0].save_pretrained(save_directory, state_dict=dense, **kwargs)
+        if kwargs.get("is_main_process", True):
+            save_file(
+                {name: t.detach().cpu().contiguous() for name, t in mod.items()},
+                os.path.join(save_directory, MOD_WEIGHTS),
+            )
+            self.config.save_pretrained(save_directory)
+            self.generation_config.save_pretrained(save_directory)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        config: PreTrainedConfig | None = None,
+        **kwargs: Any,
+    ) -> MoDForCausalLM:
+        """Load a converted checkpoint; arguments as for `PreTrainedModel.from_pretrained`.
+
+        The dense weights are loaded by transformers as it loads the dense model, the rest strictly by name.
+
+        Raises:
+            CheckpointError: the directory is no converted checkpoint, a file is damaged, or tensors are missing, unexpected or
+                misshaped; the message names them.
+        """
+        path = os.fspath(pretrained_model_name_or_path)
+        hub = {
+            k: kwargs[k]
+            for k in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+            if k in kwargs
+        }
+        wants_info = kwargs.pop("output_loading_info", False)
+        if config is None:
+            config = _read_config(path, hub)
+        if not isinstance(config, MoDModelConfig):
+            raise CheckpointError(
+                f"{path} is a dense {config.model_type} checkpoint, not a Mixture-of-Depths one; run modify convert on it first"
+            )
+        try:
+            weights = cached_file(path, MOD_WEIGHTS, **hub)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} has no {MOD_WEIGHTS}; convert the dense checkpoint again"
+            ) from error
+        assert weights is not None
+        try:
+            dense, info = AutoModelForCausalLM.from_pretrained(
+                path, *args, config=config.dense_config, output_loading_info=True, **kwargs
+            )
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"{path}: the dense weights cannot be read: {_first_line(error)}"
+            ) from error
+        _refuse_mismatch(path, info)
+        model = cls(config, dense)
+        _load_mod_weights(model, weights)
+        model.name_or_path = path
+        model.eval()
+        return (model, info) if wants_info else model  # type: ignore[return-value]
+
+
+def model_config(dense_config: PreTrainedConfig, graph: fx.GraphModule) -> MoDModelConfig:
+    """Return the config of the model that `graph` was converted to from a model of `dense_config`."""
+    return MoDModelConfig(
+        dense_config=dense_config,
+        mod_config=graph.meta["mod_config"].to_dict(),
+        conversion_record=graph.meta["conversion_record"].to_dict(),
+        architectures=["MoDForCausalLM"],
+        dtype=dense_config.dtype,
+        tie_word_embeddings=getattr(dense_config, "tie_word_embeddings", False),
+    )
+
+
+def mod_state_dict(graph: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a conversion added: routers, gates and predictors, contiguous on the CPU."""
+    return {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in graph.state_dict().items()
+        if name.startswith(MOD_PREFIXES)
+    }
+
+
+def load(path: str | os.PathLike[str], **kwargs: Any) -> MoDForCausalLM:
+    """Load a converted checkpoint in evaluation mode; see `MoDForCausalLM.from_pretrained`."""
+    return MoDForCausalLM.from_pretrained(path, **kwargs)
+
+
+def _read_config(path: str, hub: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, **hub)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is no checkpoint directory: {_first_line(error)}") from error
+
+
+def _load_mod_weights(model: MoDForCausalLM, path: str) -> None:
+    """Load routers, gates and predictors; refuse whatever does not fit, by name."""
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(MOD_PREFIXES)}
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 safe_open is no dict
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {_first_line(error)}; convert the dense checkpoint again"
+        ) from error
+    misshaped = [
+        f"{name} is {list(found[name].shape)}, expected {list(expected[name].shape)}"
+        for name in sorted(found.keys() & expected.keys())
+        if found[name].shape != expected[name].shape
+    ]
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "misshaped": misshaped,
+    }
+    _raise_problems(path, problems)
+    with torch.no_grad():
+        for name, tensor in found.items():
+            expected[name].copy_(tensor)
+
+
+def _refuse_mismatch(path: str, info: Mapping[str, Any]) -> None:
+    _raise_problems(
+        path,
+        {
+            "missing": sorted(map(str, info.get("missing_keys", ()))),
+            "unexpected": sorted(map(str, info.get("unexpected_keys", ()))),
+            "misshaped": sorted(map(str, info.get("mismatched_keys", ()))),
+        },
+    )
+
+
+def _raise_problems(path: str, problems: Mapping[str, list[str]]) -> None:
+    parts = [
+        f"{kind} {', '.join(names[:5])}{', ..' if len(names) > 5 else ''}"
+        for kind, names in problems.items()
+        if names
+    ]
+    if parts:
+        raise CheckpointError(f"{path}: tensors do not fit the model: {'; '.join(parts)}")
+
+
+def _refuse_left_padding(attention_mask: Tensor | None) -> None:
+    if attention_mask is None or torch.compiler.is_compiling():
+        return
+    real = attention_mask != 0
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ConfigError(
+            "attention_mask has padding before real tokens; pad on the right (tokenizer.padding_side='right')"
+        )
+
+
+def _graph_device(dense: nn.Module) -> torch.device:
+    return next((p.device for p in dense.parameters() if p.device.type != "meta"), torch.device("cpu"))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def register() -> None:
+    """Make transformers' Auto classes know converted checkpoints; `import modify` does it."""
+    with suppress(ValueError):  # already registered
+        AutoConfig.register(MoDModelConfig.model_type, MoDModelConfig)
+        AutoModelForCausalLM.register(MoDModelConfig, MoDForCausalLM)
