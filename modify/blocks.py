@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from modify.errors import CaptureError
+from modify.errors import CaptureError, first_line
 
 # Sizes that coincide with no usual model dimension, so that shapes tell what a dimension means.
 PROBE_BATCH, PROBE_LENGTH = 3, 11
@@ -44,8 +44,8 @@ class OpaqueModule:
     wrap: tuple[type, int] | None
 
 
-def find_opaque_modules(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, OpaqueModule]:
-    """Run `model` once and return what to keep whole, by qualified name, in the order of first execution.
+def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, OpaqueModule]:
+    """Run `model` once, on shapes alone, and return what to keep whole, by qualified name, in the order of first execution.
 
     Blocks are the outermost children of module lists that map a `[B, S, ..]` hidden state to the same shape. Sibling
     lists count together (hybrid stacks). Leaves are childless modules outside the blocks whose output shape follows
@@ -91,12 +91,17 @@ def find_opaque_modules(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        with torch.no_grad():
-            model(**inputs)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            weights = {
+                name: torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                for name, parameter in model.named_parameters()
+            }
+            inputs = probe_inputs(model, device)
+            torch.func.functional_call(model, weights, (), inputs)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} does not run on a batch of token ids "
-            f"({', '.join(inputs)} of shape [{PROBE_BATCH}, {PROBE_LENGTH}]): {type(error).__name__}: {error}"
+            f"of shape [{PROBE_BATCH}, {PROBE_LENGTH}] without a cache: {type(error).__name__}: {first_line(error)}"
         ) from error
     finally:
         for handle in handles:
@@ -110,24 +115,12 @@ def find_opaque_modules(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str
     return modules
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a structural copy of `model` with every tensor on the meta device; no weight is copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
-
-
-def probe_inputs(model: nn.Module, device: torch.device, *, padding: bool) -> dict[str, Any]:
+def probe_inputs(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Return keyword arguments for one run of `model` on token ids without a cache."""
     first, accepted = forward_parameters(model)
     vocabulary = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     ids = torch.arange(PROBE_BATCH * PROBE_LENGTH, device=device).view(PROBE_BATCH, PROBE_LENGTH) % vocabulary
     inputs: dict[str, Any] = {first: ids}
-    if padding and "attention_mask" in accepted:
-        inputs["attention_mask"] = torch.ones_like(ids)
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return inputs

@@ -20,10 +20,8 @@ from modify.blocks import (
     evaluation_mode,
     find_opaque_modules,
     forward_parameters,
-    meta_copy,
-    probe_inputs,
 )
-from modify.errors import CaptureError
+from modify.errors import CaptureError, first_line
 from modify.ops.masks import padding_or_ones
 from modify.passes.runner import copy_persistence
 
@@ -111,7 +109,7 @@ def capture(model: nn.Module) -> fx.GraphModule:
     """
     device = _capture_device(model)
     with evaluation_mode(model), torch.no_grad():
-        modules = _discover(model, device)
+        modules = find_opaque_modules(model, device)
         program, recorder = _trace(model, modules, device)
         return _rebuild(model, program, recorder)
 
@@ -121,13 +119,6 @@ def _capture_device(model: nn.Module) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
-
-
-def _discover(model: nn.Module, device: torch.device) -> dict[str, OpaqueModule]:
-    probe, probe_device = model, device
-    if any(parameter.is_meta for parameter in model.parameters()):
-        probe, probe_device = meta_copy(model), torch.device("meta")
-    return find_opaque_modules(probe, probe_inputs(probe, probe_device, padding=False))
 
 
 def _trace(
@@ -148,9 +139,9 @@ def _trace(
     except CaptureError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced outside its decoder blocks: {type(error).__name__}: {reason}"
+            f"{type(model).__name__} cannot be traced outside its decoder blocks: "
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     finally:
         _recorders.pop()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from modify.blocks import evaluation_mode
-from modify.errors import CaptureError
+from modify.errors import CaptureError, first_line
 from modify.ops.masks import causal_mask
 from modify.ops.routing import Selection, select_topk
 from modify.passes.base import block_calls, dimension_symbols, expression
@@ -138,7 +138,7 @@ def _check(
         with hide:
             expected = _output(block, full.args, full.kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        return _failed(index, f"it does not run on random hidden states: {_first_line(error)}")
+        return _failed(index, f"it does not run on random hidden states: {first_line(error)}")
     if hide.token_selection:
         return _failed(
             index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)"
@@ -147,7 +147,7 @@ def _check(
     try:
         actual = _output(block, compact.args, compact.kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        return _failed(index, f"it does not run on gathered tokens: {_first_line(error)}", optional)
+        return _failed(index, f"it does not run on gathered tokens: {first_line(error)}", optional)
     if actual.shape != compact.hidden.shape or expected.shape != full.hidden.shape:
         return _failed(index, "its output has another shape than its input", optional)
     rows = expected.gather(1, selection.tokens.unsqueeze(-1).expand_as(actual))
@@ -166,10 +166,6 @@ def _check(
 
 def _failed(index: int, reason: str, optional_mask: bool = False) -> BlockCheck:
     return BlockCheck(block=index, failure=reason, error=float("inf"), optional_mask=optional_mask)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def _output(block: nn.Module, args: Any, kwargs: Any) -> Tensor:

@@ -33,3 +33,9 @@ class DataError(ModifyError):
 
 class ExportError(ModifyError):
     """A graph cannot be exported, an exported graph fails its checks, or a runtime is missing."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, for quoting it in another; its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput, cached_file
 from modify.capture import capture
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
-from modify.errors import CheckpointError, ConfigError
+from modify.errors import CheckpointError, ConfigError, first_line
 from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.passes.runner import copy_graph, run_passes
 from modify.passes.set_capacity import SetCapacity
@@ -328,9 +328,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
                 path, *args, config=config.dense_config, output_loading_info=True, **kwargs
             )
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"{path}: the dense weights cannot be read: {_first_line(error)}"
-            ) from error
+            raise CheckpointError(f"{path}: the dense weights cannot be read: {first_line(error)}") from error
         _refuse_mismatch(path, info)
         model = cls(config, dense)
         _load_mod_weights(model, weights)
@@ -369,7 +367,7 @@ def _read_config(path: str, hub: dict[str, Any]) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, **hub)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is no checkpoint directory: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} is no checkpoint directory: {first_line(error)}") from error
 
 
 def _load_mod_weights(model: MoDForCausalLM, path: str) -> None:
@@ -380,7 +378,7 @@ def _load_mod_weights(model: MoDForCausalLM, path: str) -> None:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 safe_open is no dict
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is damaged: {_first_line(error)}; convert the dense checkpoint again"
+            f"{path} is damaged: {first_line(error)}; convert the dense checkpoint again"
         ) from error
     misshaped = [
         f"{name} is {list(found[name].shape)}, expected {list(expected[name].shape)}"
@@ -431,11 +429,6 @@ def _refuse_left_padding(attention_mask: Tensor | None) -> None:
 
 def _graph_device(dense: nn.Module) -> torch.device:
     return next((p.device for p in dense.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def register() -> None:

@@ -1,0 +1,411 @@
+"""Converting checkpoints on disk: from a Hugging Face directory or a `.gguf` file to a converted directory.
+
+The dense weights are never loaded and never rewritten: the graph is built with parameters on the meta device, the shards are
+hard-linked (or copied), and routers, predictors and gates go into one extra file, `mod.safetensors`, beside them. That file is not
+listed in the shards' index, so that transformers reads the dense weights of a converted directory exactly as it reads the
+dense model's, with everything it knows about them (renamed and fused tensors, quantisation, device maps).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from modify.config import MoDConfig
+from modify.convert import ConversionRecord, convert
+from modify.errors import CheckpointError, first_line
+from modify.modeling import MOD_WEIGHTS, MoDForCausalLM, MoDModelConfig, mod_state_dict, model_config
+from modify.passes.base import block_calls
+from modify.storage import atomic_directory, link_or_copy
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Weights in other formats, and code: neither is copied into a converted checkpoint.
+_LEFT_BEHIND = {
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".py",
+    ".pyc",
+    ".safetensors",
+}
+_REWRITTEN = {"config.json", _INDEX}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """What `convert_checkpoint` did.
+
+    Attributes:
+        source: the dense checkpoint.
+        output: the converted directory.
+        num_blocks: decoder blocks of the model.
+        capacities: capacity of every routed block, by index.
+        dense_reasons: why blocks that were asked for stay dense, by index.
+        record: the conversion record that the checkpoint holds.
+        seconds: wall time, and `copy_seconds` of them for linking or copying files and unpacking GGUF.
+        copy_seconds: see above.
+    """
+
+    source: str
+    output: str
+    num_blocks: int
+    capacities: dict[int, float]
+    dense_reasons: dict[int, str]
+    record: ConversionRecord
+    seconds: float
+    copy_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {"record": self.record.to_dict()}
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    config: MoDConfig,
+    *,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConversionReport:
+    """Convert a dense checkpoint on disk.
+
+    Memory use does not grow with the checkpoint: weights stay on disk, and blocks are checked one at a time, with random
+    weights, since what the compaction check tells does not depend on the weights. A `.gguf` file is first unpacked, which takes
+    its model's memory in float32.
+
+    Args:
+        source: a Hugging Face directory with safetensors weights (sharded or not), or a `.gguf` file.
+        output: directory to create; it appears when complete, or not at all.
+        config: which blocks to route, and how.
+        overwrite: replace an existing converted directory.
+        trust_remote_code: run model code that comes with the checkpoint.
+        progress: called with (blocks checked, blocks to check).
+
+    Raises:
+        CheckpointError: the source is missing, damaged, or of a kind that cannot be converted.
+        CaptureError: the model cannot be captured.
+        ConfigError: the config does not fit the model, or no block can be routed.
+        StorageError: the output exists or cannot be written.
+    """
+    start = time.perf_counter()
+    path = Path(source)
+    with atomic_directory(output, overwrite=overwrite) as directory:
+        copy_start = time.perf_counter()
+        if path.suffix == ".gguf":
+            unpack_gguf(path, directory)
+            shards_at = directory
+        else:
+            check_weights(path)
+            shards_at = path
+        copy_seconds = time.perf_counter() - copy_start
+        dense_config = read_dense_config(shards_at, trust_remote_code=trust_remote_code)
+        model = skeleton(dense_config, trust_remote_code=trust_remote_code)
+        check_shapes(shards_at, model)
+        graph = convert(model, config, progress=progress)
+        copy_start = time.perf_counter()
+        if shards_at is not directory:
+            _reuse_files(path, directory)
+        copy_seconds += time.perf_counter() - copy_start
+        save_file(mod_state_dict(graph), directory / MOD_WEIGHTS, metadata={"format": "pt"})
+        model_config(dense_config, graph).save_pretrained(directory)
+    record: ConversionRecord = graph.meta["conversion_record"]
+    reasons = dict(record.unroutable)
+    return ConversionReport(
+        source=str(path),
+        output=os.fspath(output),
+        num_blocks=len(block_calls(graph.graph)),
+        capacities={index: capacity for index, capacity in record.layers if index not in reasons},
+        dense_reasons=reasons,
+        record=record,
+        seconds=time.perf_counter() - start,
+        copy_seconds=copy_seconds,
+    )
+
+
+def load_dense(
+    path: str | os.PathLike[str], *, trust_remote_code: bool = False, dtype: torch.dtype | str = "auto"
+) -> PreTrainedModel:
+    """Load a dense checkpoint, a Hugging Face directory or a `.gguf` file, in evaluation mode.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a kind that cannot be used.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return _load_gguf(path)
+    check_weights(path)
+    config = read_dense_config(path, trust_remote_code=trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {first_line(error)}") from error
+    return model.eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint, dense or converted, a directory or a `.gguf` file.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".gguf":
+            _require_file(path)
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
+
+
+def load_any(path: str | os.PathLike[str]) -> PreTrainedModel:
+    """Load a checkpoint, converted or dense, in evaluation mode."""
+    path = Path(path)
+    return MoDForCausalLM.from_pretrained(path) if is_converted(path) else load_dense(path)
+
+
+def is_converted(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a converted directory."""
+    return (
+        _config_json(Path(path)).get("model_type") == MoDModelConfig.model_type
+        if Path(path).is_dir()
+        else False
+    )
+
+
+def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the config of a dense decoder-only model.
+
+    Raises:
+        CheckpointError: there is none, it is no decoder-only model, it is converted already, or it needs code of its own.
+    """
+    values = _config_json(path)
+    if values.get("model_type") == MoDModelConfig.model_type:
+        raise CheckpointError(
+            f"{path} is a converted checkpoint already; convert the dense checkpoint that it came from"
+        )
+    if "auto_map" in values and not trust_remote_code:
+        raise CheckpointError(
+            f"{path} brings model code of its own (auto_map in config.json); "
+            "pass --trust-remote-code to run it, if you trust its author"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{path} is an encoder-decoder model ({config.model_type}); only decoder-only language models can be converted"
+        )
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        raise CheckpointError(
+            f"{path} is a {config.model_type} model, for which transformers has no causal language model"
+        )
+    return config
+
+
+def skeleton(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build the dense model with every parameter on the meta device and every buffer real."""
+    with parameters_on_meta():
+        try:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"a {config.model_type} model cannot be built from its config: {first_line(error)}"
+            ) from error
+    return model.eval()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put every parameter that a module registers on the meta device at once, and leave buffers where they are."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = meta
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_weights(path: Path) -> list[Path]:
+    """Return the safetensors files of a dense directory after reading their headers; no tensor is loaded.
+
+    Raises:
+        CheckpointError: the directory or a file is missing, a file is damaged or cut, or the index does not match.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist; give a Hugging Face checkpoint directory or a .gguf file"
+        )
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is no directory and no .gguf file; give the directory that holds config.json"
+        )
+    _config_json(path)
+    if (path / _INDEX).exists():
+        try:
+            weight_map: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path / _INDEX} is damaged: {first_line(error)}; download it again"
+            ) from error
+        shards = {name: path / name for name in sorted(set(weight_map.values()))}
+    elif (path / _SINGLE).exists():
+        weight_map, shards = {}, {_SINGLE: path / _SINGLE}
+    else:
+        pickled = sorted(file.name for file in path.iterdir() if file.suffix in {".bin", ".pt", ".pth"})
+        if pickled:
+            raise CheckpointError(
+                f"{path} has only pickled weights ({pickled[0]}), which can run code when loaded; "
+                "save the model again as safetensors"
+            )
+        raise CheckpointError(f"{path} has no weights: neither {_SINGLE} nor {_INDEX} is there")
+    for name, shard in shards.items():
+        if not shard.exists():
+            raise CheckpointError(f"{shard} is missing, but {_INDEX} names it; download it again")
+        held = set(_header(shard))
+        absent = sorted(tensor for tensor, file in weight_map.items() if file == name and tensor not in held)
+        if absent:
+            raise CheckpointError(
+                f"{shard} lacks tensor {absent[0]}, which {_INDEX} says it holds; download it again"
+            )
+    return list(shards.values())
+
+
+def check_shapes(path: Path, model: nn.Module) -> None:
+    """Compare the tensors of a directory with the parameters of the same names.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the config asks for.
+    """
+    expected = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    for shard in check_weights(path):
+        for name, shape in _header(shard).items():
+            if name in expected and expected[name] != shape:
+                raise CheckpointError(
+                    f"{shard}: tensor {name} has shape {shape}, but config.json makes it {expected[name]}; "
+                    "the config belongs to another model"
+                )
+
+
+def unpack_gguf(path: Path, directory: Path) -> None:
+    """Write a `.gguf` file's model and tokenizer into `directory` as a Hugging Face checkpoint in float32.
+
+    Raises:
+        CheckpointError: the file is missing, cut, or of an architecture that transformers cannot read.
+    """
+    model = _load_gguf(path)
+    tokenizer = load_tokenizer(path)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _load_gguf(path: Path) -> PreTrainedModel:
+    _require_file(path)
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(f"reading {path} needs the gguf package: pip install 'modify[gguf]'") from error
+    try:
+        reader = gguf.GGUFReader(path)
+        size = path.stat().st_size
+        if any(int(tensor.data_offset) + int(tensor.n_bytes) > size for tensor in reader.tensors):
+            raise CheckpointError(f"{path} is cut: it ends before its last tensor; download it again")
+        del reader
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, IndexError, OSError, RuntimeError, TypeError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} cannot be read as GGUF, it may be cut: {first_line(error)}") from error
+    # The weights are plain float32 now; transformers would refuse to save a model that it takes for a quantised one.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.quantization_method = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    epsilon = getattr(model.config, "rms_norm_eps", None)
+    if epsilon is not None:
+        model.config.rms_norm_eps = float(f"{epsilon:.6g}")  # GGUF keeps it in float32: 9.99999974e-06
+    return model.eval()
+
+
+def _reuse_files(source: Path, directory: Path) -> None:
+    """Link the shards and their index as they are, and copy the small files (tokenizer, generation config, license)."""
+    shards = {shard.name for shard in check_weights(source)}
+    for file in sorted(source.iterdir()):
+        if file.name in shards or file.name == _INDEX:
+            link_or_copy(file, directory / file.name)
+        elif (
+            file.is_file()
+            and file.suffix not in _LEFT_BEHIND
+            and file.name not in _REWRITTEN
+            and not file.name.startswith(".")
+        ):
+            (directory / file.name).write_bytes(file.read_bytes())
+
+
+def _header(shard: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a safetensors file."""
+    try:
+        with safe_open(shard, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 safe_open is no dict
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shard} is damaged or cut: {first_line(error)}; download it again") from error
+
+
+def _config_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.exists():
+        raise CheckpointError(f"{path} has no config.json; give the directory of a Hugging Face checkpoint")
+    try:
+        values = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is damaged: {first_line(error)}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise CheckpointError(f"{file} names no model_type; give the directory of a Hugging Face checkpoint")
+    return values
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist; give a .gguf file or a Hugging Face checkpoint directory"
+        )
