@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import sympy
@@ -11,10 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from modify.errors import PassError
-from modify.ops.routing import RoutedOutput
+from modify.ops.routing import RoutedOutput, gather_rows, gather_tokens
+
+_known_calls: ContextVar[dict[Any, Any] | None] = ContextVar("known_calls", default=None)
 
 
 class Skip(NamedTuple):
@@ -99,6 +105,15 @@ def dimension_symbols(graph: fx.Graph) -> tuple[sympy.Expr, sympy.Expr]:
     return expression(shape[0]), expression(shape[1])
 
 
+def longest_sequence(graph: fx.Graph) -> int:
+    """Return the largest sequence length that the graph was captured for."""
+    length = placeholder(graph, "input_ids").meta["val"].shape[1]
+    if not isinstance(length, torch.SymInt):
+        return length
+    bound = length.node.shape_env.var_to_range[length.node.expr].upper
+    return int(bound) if bound.is_Integer else sys.maxsize
+
+
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """Return a dimension as a sympy expression; comparing these adds no guard."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
@@ -163,14 +178,45 @@ class Builder:
 def fake_call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> Any:
     """Run a function or module on the shapes of its arguments alone."""
     mode = fake_mode_of(graph)
+    args, kwargs = value_of(args), value_of(kwargs)
+    known = _known_calls.get()
+    key = _call_key(mode, target, args, kwargs)
+    if known is not None and key in known:
+        return known[key]
     with mode, torch.no_grad():
         if isinstance(target, torch.nn.Module):
             tensors = {
                 name: _fake(tensor, mode)
                 for name, tensor in [*target.named_parameters(), *target.named_buffers()]
             }
-            return torch.func.functional_call(target, tensors, value_of(args), value_of(kwargs))
-        return target(*value_of(args), **value_of(kwargs))
+            value = torch.func.functional_call(target, tensors, args, kwargs)
+        else:
+            value = target(*args, **kwargs)
+    if known is not None:
+        known[key] = value
+    return value
+
+
+@contextmanager
+def remember_fake_calls() -> Iterator[None]:
+    """Compute each distinct fake call once: symbolic shapes are slow, and every routed block makes the same dozen."""
+    token = _known_calls.set({})
+    try:
+        yield
+    finally:
+        _known_calls.reset(token)
+
+
+def _call_key(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    return mode, target, spec, tuple(map(_leaf_key, leaves))
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        sizes = tuple(expression(size) for size in (*leaf.shape, *leaf.stride()))
+        return leaf.dtype, leaf.device, sizes
+    return expression(leaf) if isinstance(leaf, torch.SymInt) else (type(leaf), repr(leaf))
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -188,21 +234,24 @@ def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
         if node.op == "output" or not stale.intersection(node.all_input_nodes):
             continue
         old = node.meta["val"]
-        if (
-            "block" in node.meta
-        ):  # a block keeps its hidden states' shape; running it may need weights that are not here
-            node.meta["val"] = next(
-                source.meta["val"]
-                for source in node.all_input_nodes
-                if isinstance(value := source.meta["val"], Tensor)
-                and value.dim() == 3
-                and value.shape[2] == old.shape[2]
-            )
+        if "block" in node.meta:
+            node.meta["val"] = _block_value(node)
+        elif node.target is operator.getitem and "block" in node.args[0].meta:
+            node.meta["val"] = node.args[0].meta["val"]
         else:
             target = graph_module.get_submodule(node.target) if node.op == "call_module" else node.target
             node.meta["val"] = fake_call(graph, target, node.args, node.kwargs)
         if _sizes(old) != _sizes(node.meta["val"]):
             stale.add(node)
+
+
+def _block_value(block: fx.Node) -> Tensor:
+    """A block keeps the shape of its hidden states; running it may need weights that are not here."""
+    hidden = block.meta["hidden"]
+    for source in block.all_input_nodes:
+        if source.target in (gather_tokens, gather_rows) and source.args[0] is hidden:
+            return source.meta["val"]
+    return hidden.meta["val"]
 
 
 def _sizes(value: Any) -> list[list[sympy.Expr]]:

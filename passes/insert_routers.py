@@ -213,7 +213,9 @@ def _are_positions_or_ids(graph_module: fx.GraphModule, argument: fx.Node) -> bo
     ids = torch.arange(20, dtype=torch.int64).view(2, 10) % 3
     padding = (torch.arange(10) < torch.tensor([[10], [7]])).long()
     try:
-        if torch.equal(evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": padding}).long(), padding):
+        if torch.equal(
+            evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": padding}).long(), padding
+        ):
             return True
         seen = evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     except CannotEvaluate:

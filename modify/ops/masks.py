@@ -63,13 +63,13 @@ def token_mask(
     tokens, valid = selection.tokens, selection.valid
     slot = torch.arange(tokens.shape[1], device=tokens.device)
     allowed = (slot <= slot.unsqueeze(-1)).expand(tokens.shape[0], -1, -1)
-    if valid is not None:
-        allowed = allowed & valid.unsqueeze(1)
     if window is not None:
         allowed = allowed & (tokens.unsqueeze(1) > tokens.unsqueeze(2) - window)
-        if valid is not None:
-            # A fill-up slot may find no selected token in its window; an empty row would turn gradients into NaN.
-            allowed = allowed | (~valid.unsqueeze(-1) & (slot == slot.unsqueeze(-1)))
+    if valid is not None:
+        allowed = allowed & valid.unsqueeze(1)
+        if padding_mask is None:
+            # Not every runtime survives an empty row. (With padding, rows are as empty as those of the dense model.)
+            allowed = allowed | (slot == slot.unsqueeze(-1))
     return _as_dtype(allowed.unsqueeze(1), dtype)
 
 
@@ -82,12 +82,13 @@ def gather_mask(mask: Tensor, selection: Selection) -> Tensor:
     gathered = gather_tokens(gather_tokens(mask, selection, dim=2), selection, dim=3)
     if selection.valid is None:
         return gathered
-    k = selection.tokens.shape[1]
-    own = torch.eye(k, dtype=torch.bool, device=mask.device)
-    seen = selection.valid[:, None, None, :] | own
-    if mask.dtype == torch.bool:
-        return gathered & seen
-    return gathered.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    valid = selection.valid[:, None, None, :]
+    if mask.dtype != torch.bool:
+        return gathered.masked_fill(~valid, torch.finfo(mask.dtype).min)
+    allowed = gathered & valid
+    # A fill-up slot that finds nobody to attend to attends to itself: not every runtime survives an empty row.
+    slot = torch.arange(selection.valid.shape[1], device=mask.device)
+    return allowed | (~allowed.any(dim=-1, keepdim=True) & (slot == slot.unsqueeze(-1)))
 
 
 def _all_real(padding_mask: Tensor | None) -> bool:

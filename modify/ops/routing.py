@@ -23,8 +23,9 @@ class Selection(NamedTuple):
         tokens: `[B, k]` int64, distinct positions: the selected tokens in ascending order, then fill-up tokens.
         valid: `[B, k]` bool, False for a fill-up slot, whose result is discarded; None when every slot is selected.
             Fill-up slots come last, so that causal attention over the slots never lets a selected token see one.
-        padding: `[B, k]` bool, True for a fill-up slot that holds padding; None when there is no padding. Its row may take the
-            block's output, as it would in the dense model: nobody reads it, and at capacity 1.0 even padding is then the same.
+        padding: `[B, k]` bool, True for a fill-up slot that holds padding; None when there is no padding. Its row may
+            take the block's output, as it would in the dense model: nobody reads it, and at capacity 1.0 even padding
+            is then the same.
     """
 
     tokens: Tensor
@@ -121,9 +122,9 @@ def select_predicted(
 ) -> Selection:
     """Select the tokens whose predictor logit exceeds `threshold`: causal routing for inference (section 3.5).
 
-    A token's decision depends on its own hidden state, and on earlier tokens only through the static limit of
+    A token's decision depends on its own hidden state, and on earlier tokens only through the limit of
     `predictor_slots` tokens per sequence: tokens are served in order of position, and those beyond the limit skip the
-    block.
+    block. As with `select_topk`, the limit follows from each sequence's own length without padding.
 
     Args:
         logits: `[B, S]` predictor logits.
@@ -137,7 +138,9 @@ def select_predicted(
     if keep_first > 0:
         selected = selected | _is_first(logits, keep_first, padding_mask)
     if padding_mask is not None:
-        selected = selected & (padding_mask != 0)
+        real = padding_mask != 0
+        selected = selected & real
+        selected = selected & (selected.long().cumsum(dim=-1) <= _predictor_limits(capacity, slack, real))
     tokens, valid = _compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
     padding = None if padding_mask is None else (padding_mask == 0).gather(1, tokens)
     return Selection(tokens, valid, padding)
@@ -238,6 +241,11 @@ def _is_first(scores: Tensor, count: int, padding_mask: Tensor | None) -> Tensor
 def _capacity_counts(capacity: float, real: Tensor) -> Tensor:
     lengths = real.long().sum(dim=-1, keepdim=True)
     return ((lengths * round(capacity * _ONE) + _ROUND_OFF) // _ONE).clamp(min=1)
+
+
+def _predictor_limits(capacity: float, slack: float, real: Tensor) -> Tensor:
+    limits = (_capacity_counts(capacity, real) * round(slack * _ONE) + _ONE - 1 - _ROUND_OFF) // _ONE
+    return limits.minimum(real.long().sum(dim=-1, keepdim=True))
 
 
 def _compact(selected: Tensor, slots: int) -> tuple[Tensor, Tensor]:
