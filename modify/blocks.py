@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from modify.errors import CaptureError, first_line
@@ -91,7 +92,7 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), GroupedMatmulShapes():
             weights = {
                 name: torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 for name, parameter in model.named_parameters()
@@ -113,6 +114,15 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
             "[batch, sequence, hidden] to the same shape"
         )
     return modules
+
+
+class GroupedMatmulShapes(TorchFunctionMode):
+    """Gives mixture-of-experts blocks a shape function in every dtype: torch's own for `grouped_mm` takes bfloat16 only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" in getattr(func, "__name__", "") and args[0].dim() == 2 and args[1].dim() == 3:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 def probe_inputs(model: nn.Module, device: torch.device) -> dict[str, Any]:

@@ -6,10 +6,9 @@ an ALiBi slice, a convolution, a token indexer). This check can (design, section
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,19 +20,15 @@ from modify.blocks import evaluation_mode
 from modify.errors import CaptureError, first_line
 from modify.ops.masks import causal_mask
 from modify.ops.routing import Selection, select_topk
-from modify.passes.base import block_calls, dimension_symbols, expression
-from modify.passes.classify_masks import ClassifyMasks, is_square
-from modify.passes.insert_routers import InsertRouters
-from modify.passes.runner import run_passes
+from modify.passes.base import block_calls, dimension_symbols, expression, placeholder
+from modify.passes.classify_masks import is_square
 
 # A prime, so that it coincides with no dimension of a model; beyond the usual internal local windows of 256.
 CHECK_LENGTH = 257
 _CHECK_BATCH = 2
-# In float32; blocks that pass differ by rounding, some 1e-6. Low-precision blocks are checked in float32.
+# Blocks that pass differ by rounding, some 1e-6 in float32.
 _TOLERANCE = 1e-4
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-Materialize = Callable[[str, nn.Module], AbstractContextManager[nn.Module]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,64 +39,64 @@ class BlockCheck:
         block: its index.
         failure: why the block must not be routed; None if it may.
         error: largest difference between routed and masked full run, relative to the largest update.
-        optional_mask: the block takes None for plain causal attention, with the same result.
     """
 
     block: int
     failure: str | None
     error: float
-    optional_mask: bool
 
 
 def check_blocks(
-    graph_module: fx.GraphModule,
-    routed: Iterable[int],
-    *,
-    materialize: Materialize | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    captured: fx.GraphModule, converted: fx.GraphModule, *, progress: Callable[[int, int], None] | None = None
 ) -> dict[int, BlockCheck]:
-    """Compare, for each block in `routed`, `block(gathered tokens)` with those tokens' rows of `block(full sequence)`.
+    """Compare every routed block on its gathered tokens with those tokens' rows of the block on the full sequence.
 
     In the full run the unselected keys are hidden from every attention (`scaled_dot_product_attention`, or a softmax
-    over the sequence). Inputs are random hidden states; the routed side runs through the very nodes that `InsertRouters`
-    makes, with fill-up slots.
+    over the sequence). Inputs are random hidden states. The routed side runs through the very nodes of the converted graph, with a
+    selection that has fill-up slots. A block on the meta device gets random weights: what the check tells does not depend on
+    them. Low-precision blocks are checked in float32.
 
     Args:
-        graph_module: a captured dense graph.
-        routed: indices of the blocks to check.
-        materialize: gives a block its weights for as long as the context lasts; by default the block is used as
-            it is, or with random weights where it is on the meta device.
+        captured: the dense graph, from `modify.capture`.
+        converted: what `InsertRouters` made of it.
         progress: called with (blocks done, blocks in all).
     """
-    indices = sorted(set(routed))
-    generator = torch.Generator().manual_seed(0)
-    length = _check_length(graph_module)
-    selection = _random_selection(length, generator)
-    capacity = selection.tokens.shape[1] / length
-    route = InsertRouters(layers=tuple((index, capacity) for index in indices), keep_first=0)
-    tentative, reports = run_passes(graph_module, [ClassifyMasks(), route])
-    obstacles = {skip.node: skip.reason for skip in reports[-1].skips}
-    full = _block_arguments(graph_module, indices, selection, length)
-    compact = _block_arguments(tentative, indices, selection, length)
+    routed = {index: node for index, node in block_calls(converted.graph).items() if "routed" in node.meta}
+    length = _check_length(captured)
+    selection = _random_selection(length, torch.Generator().manual_seed(0))
+    full = _block_arguments(captured, routed, selection, length)
+    compact = _block_arguments(converted, routed, selection, length)
+    weights = _Weights()
     verdicts = {}
-    for done, index in enumerate(indices):
-        node = block_calls(graph_module.graph)[index]
-        module = graph_module.get_submodule(node.target)
-        if node.name in obstacles:
-            verdicts[index] = _failed(index, obstacles[node.name])
-            continue
-        context = materialize(node.target, module) if materialize else _with_weights(module)
-        with context as block, evaluation_mode(block), torch.no_grad():
-            arguments = full[index], compact[index]
-            if any(parameter.dtype in _LOW_PRECISION for parameter in block.parameters()):
-                block, arguments = (
-                    copy.deepcopy(block).float(),
-                    tuple(given.in_float32() for given in arguments),
-                )
-            verdicts[index] = _check(index, block, *arguments, selection, length)
+    for done, (index, node) in enumerate(routed.items()):
+        block = weights.runner(captured.get_submodule(node.target))
+        verdicts[index] = _check(
+            index, block, full[index].in_float32(), compact[index].in_float32(), selection, length
+        )
         if progress:
-            progress(done + 1, len(indices))
+            progress(done + 1, len(routed))
     return verdicts
+
+
+def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
+    """Return the blocks that compute plain causal attention when their mask is None, so that they need no mask tensor.
+
+    Blocks of one class run the same attention code: one of each class is tried, with its mask and with None.
+    """
+    blocks = block_calls(captured.graph)
+    classes: dict[type, list[int]] = {}
+    for index, node in blocks.items():
+        classes.setdefault(type(captured.get_submodule(node.target)), []).append(index)
+    length = min(_check_length(captured), 16)
+    selection = _random_selection(length, torch.Generator().manual_seed(0))
+    arguments = _block_arguments(captured, [indices[0] for indices in classes.values()], selection, length)
+    weights = _Weights()
+    optional: list[int] = []
+    for indices in classes.values():
+        block = weights.runner(captured.get_submodule(blocks[indices[0]].target))
+        if _accepts_none(block, arguments[indices[0]].in_float32()):
+            optional.extend(indices)
+    return tuple(sorted(optional))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,26 +125,25 @@ class _Arguments:
 
 
 def _check(
-    index: int, block: nn.Module, full: _Arguments, compact: _Arguments, selection: Selection, length: int
+    index: int, block: _Runner, full: _Arguments, compact: _Arguments, selection: Selection, length: int
 ) -> BlockCheck:
     assert selection.valid is not None
     hide = _HideUnselectedKeys(selection, length)
     try:
         with hide:
-            expected = _output(block, full.args, full.kwargs)
+            expected = block(full.args, full.kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
         return _failed(index, f"it does not run on random hidden states: {first_line(error)}")
     if hide.token_selection:
         return _failed(
             index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)"
         )
-    optional = _accepts_none(block, full)
     try:
-        actual = _output(block, compact.args, compact.kwargs)
+        actual = block(compact.args, compact.kwargs)
     except (RuntimeError, IndexError, ValueError) as error:
-        return _failed(index, f"it does not run on gathered tokens: {first_line(error)}", optional)
+        return _failed(index, f"it does not run on gathered tokens: {first_line(error)}")
     if actual.shape != compact.hidden.shape or expected.shape != full.hidden.shape:
-        return _failed(index, "its output has another shape than its input", optional)
+        return _failed(index, "its output has another shape than its input")
     rows = expected.gather(1, selection.tokens.unsqueeze(-1).expand_as(actual))
     scale = (rows - compact.hidden)[selection.valid].abs().max().clamp(min=1e-12)
     error = float((rows - actual)[selection.valid].abs().max() / scale)
@@ -159,21 +153,15 @@ def _check(
             failure=f"compaction check failed: on gathered tokens it differs by {error:.1e} of its update from the full "
             "run, so something inside the block depends on the positions of tokens",
             error=error,
-            optional_mask=optional,
         )
-    return BlockCheck(block=index, failure=None, error=error, optional_mask=optional)
+    return BlockCheck(block=index, failure=None, error=error)
 
 
-def _failed(index: int, reason: str, optional_mask: bool = False) -> BlockCheck:
-    return BlockCheck(block=index, failure=reason, error=float("inf"), optional_mask=optional_mask)
+def _failed(index: int, reason: str) -> BlockCheck:
+    return BlockCheck(block=index, failure=reason, error=float("inf"))
 
 
-def _output(block: nn.Module, args: Any, kwargs: Any) -> Tensor:
-    output = block(*args, **kwargs)
-    return output[0] if isinstance(output, tuple | list) else output
-
-
-def _accepts_none(block: nn.Module, full: _Arguments) -> bool:
+def _accepts_none(block: _Runner, full: _Arguments) -> bool:
     """Whether the block computes plain causal attention when its masks are None."""
     if not full.squares:
         return False
@@ -182,8 +170,8 @@ def _accepts_none(block: nn.Module, full: _Arguments) -> bool:
         return False
     mask = causal_mask(None, full.hidden, None, dtype, False)
     try:
-        with_mask = _output(block, *full.replace(full.squares, mask))
-        without = _output(block, *full.replace(full.squares, None))
+        with_mask = block(*full.replace(full.squares, mask))
+        without = block(*full.replace(full.squares, None))
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
         return False
     scale = (with_mask - full.hidden).abs().max().clamp(min=1e-12)
@@ -214,6 +202,10 @@ def _random_selection(length: int, generator: torch.Generator) -> Selection:
     return Selection(torch.stack(tokens), valid.expand(_CHECK_BATCH, -1).contiguous())
 
 
+class _AllRecorded(Exception):
+    """Ends the recording: what follows the last block of interest is not run."""
+
+
 class _Recorder(fx.Interpreter):
     """Runs a graph on random hidden states, and records the arguments of its blocks instead of running them."""
 
@@ -221,7 +213,7 @@ class _Recorder(fx.Interpreter):
         self, graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int
     ) -> None:
         super().__init__(graph_module)
-        self.wanted, self.selection, self.length = set(wanted), selection, length
+        self.wanted, self.selection = set(wanted), selection
         self.recorded: dict[int, _Arguments] = {}
         self.symbols = dict(zip(dimension_symbols(graph_module.graph), (_CHECK_BATCH, length), strict=True))
         self.hidden = {node.meta["hidden"]: index for index, node in block_calls(graph_module.graph).items()}
@@ -230,6 +222,8 @@ class _Recorder(fx.Interpreter):
         if "block" in n.meta and n.meta["block"] in self.wanted:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             self.recorded[n.meta["block"]] = self._record(n, args, kwargs)
+            if len(self.recorded) == len(self.wanted):
+                raise _AllRecorded
         if n.target is select_topk:
             return self.selection
         if n in self.hidden:
@@ -268,11 +262,12 @@ class _Recorder(fx.Interpreter):
 
 
 def _block_arguments(
-    graph_module: fx.GraphModule, wanted: list[int], selection: Selection, length: int
+    graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int
 ) -> dict[int, _Arguments]:
     recorder = _Recorder(graph_module, wanted, selection, length)
-    ids = torch.zeros(_CHECK_BATCH, length, dtype=torch.int64)
-    with torch.no_grad():
+    device = placeholder(graph_module.graph, "input_ids").meta["val"].device
+    ids = torch.zeros(_CHECK_BATCH, length, dtype=torch.int64, device=device)
+    with torch.no_grad(), suppress(_AllRecorded):
         recorder.run(ids, torch.ones_like(ids))
     return recorder.recorded
 
@@ -348,25 +343,42 @@ class _HideUnselectedKeys(TorchFunctionMode):
         return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
-@contextmanager
-def _with_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself, or a copy with random weights where it is on the meta device."""
-    if not any(parameter.is_meta for parameter in module.parameters()):
-        with nullcontext(module):
-            yield module
-        return
-    if any(buffer.is_meta for buffer in module.buffers()):
-        raise CaptureError(
-            f"{type(module).__name__} has buffers on the meta device, whose values are unknown; keep buffers real and "
-            "only parameters on meta (accelerate's init_empty_weights does that)"
-        )
-    generator = torch.Generator().manual_seed(0)
-    copied = copy.deepcopy(module)
-    for owner in copied.modules():
-        for name, parameter in list(owner._parameters.items()):
-            if parameter is None:
-                continue
-            values = torch.randn(parameter.shape, generator=generator)
-            values = values * 0.5 + 0.5 if parameter.dim() == 1 else values * parameter.shape[-1] ** -0.5
-            owner._parameters[name] = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
-    yield copied
+_Runner = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+class _Weights:
+    """Runs blocks in float32: with their own weights, or with random ones, drawn once per shape, on the meta device."""
+
+    def __init__(self) -> None:
+        self.random: dict[tuple[str, torch.Size], Tensor] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def runner(self, module: nn.Module) -> _Runner:
+        """Return a function that runs `module` and returns its hidden states."""
+        weights = {name: self._weight(name, tensor) for name, tensor in module.named_parameters()}
+        for name, buffer in module.named_buffers():
+            if buffer.is_meta:
+                raise CaptureError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device, so its values are unknown; "
+                    "put only parameters there (modify.checkpoint.parameters_on_meta does)"
+                )
+            if buffer.dtype in _LOW_PRECISION:
+                weights[name] = buffer.float()
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            with evaluation_mode(module), torch.no_grad():
+                output = torch.func.functional_call(module, weights, args, kwargs)
+            return output[0] if isinstance(output, tuple | list) else output
+
+        return run
+
+    def _weight(self, name: str, parameter: Tensor) -> Tensor:
+        if not parameter.is_meta:
+            return parameter.float() if parameter.dtype in _LOW_PRECISION else parameter
+        key = (name, parameter.shape)
+        if key not in self.random:
+            values = torch.randn(parameter.shape, generator=self.generator)
+            self.random[key] = (
+                values * 0.5 + 0.5 if parameter.dim() == 1 else values * parameter.shape[-1] ** -0.5
+            )
+        return self.random[key]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from modify.capture import capture
-from modify.compaction import Materialize, check_blocks
+from modify.compaction import blocks_with_optional_mask, check_blocks
 from modify.config import MoDConfig
 from modify.errors import ConfigError
 from modify.passes.base import block_calls
@@ -49,7 +49,6 @@ def convert(
     model: nn.Module,
     config: MoDConfig,
     *,
-    materialize: Materialize | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> fx.GraphModule:
     """Convert a dense decoder into a Mixture-of-Depths graph that shares its weights.
@@ -58,7 +57,6 @@ def convert(
         model: a Hugging Face causal LM, or any module that maps token ids `[B, S]` to logits `[B, S, V]`. Block
             parameters may be on the meta device.
         config: which blocks to route, and how.
-        materialize: gives a block on the meta device its weights for the compaction check.
         progress: called with (blocks checked, blocks to check).
 
     Returns:
@@ -73,17 +71,15 @@ def convert(
     """
     captured = capture(model)
     layers = config.routed_layers(len(block_calls(captured.graph)))
-    checks = check_blocks(captured, layers, materialize=materialize, progress=progress)
     record = ConversionRecord(
-        layers=tuple(layers.items()),
-        unroutable=tuple(
-            (index, check.failure) for index, check in checks.items() if check.failure is not None
-        ),
-        optional_mask=_optional_masks(
-            captured, {index: check.optional_mask for index, check in checks.items()}
-        ),
+        layers=tuple(layers.items()), unroutable=(), optional_mask=blocks_with_optional_mask(captured)
     )
-    return convert_captured(captured, config, record)
+    graph_module = convert_captured(captured, config, record)
+    checks = check_blocks(captured, graph_module, progress=progress)
+    failures = tuple((index, check.failure) for index, check in checks.items() if check.failure is not None)
+    if not failures:
+        return graph_module
+    return convert_captured(captured, config, dataclasses.replace(record, unroutable=failures))
 
 
 def convert_captured(captured: fx.GraphModule, config: MoDConfig, record: ConversionRecord) -> fx.GraphModule:
@@ -113,18 +109,6 @@ def route_by_predictor(graph_module: fx.GraphModule, config: MoDConfig) -> fx.Gr
     """Return a converted graph that decides by its predictors, causally, instead of by top-k."""
     routed, _ = run_passes(graph_module, build(PREDICT, dataclasses.asdict(config)))
     return routed
-
-
-def _optional_masks(captured: fx.GraphModule, checked: Mapping[int, bool]) -> tuple[int, ...]:
-    """Extend the verdicts on routed blocks to blocks of the same class, which run the same attention code."""
-    by_class: dict[type, bool] = {}
-    blocks = {
-        index: type(captured.get_submodule(node.target))
-        for index, node in block_calls(captured.graph).items()
-    }
-    for index, optional in checked.items():
-        by_class[blocks[index]] = by_class.get(blocks[index], True) and optional
-    return tuple(index for index, kind in blocks.items() if checked.get(index, by_class.get(kind, False)))
 
 
 def _skips(reports: Sequence[PassReport]) -> tuple[tuple[str, str], ...]:
