@@ -16,11 +16,16 @@ from modify.passes.base import (
     block_calls,
     dimension_symbols,
     expression,
+    longest_sequence,
     placeholder,
 )
 from modify.passes.evaluation import CannotEvaluate, evaluate, integer_constants
 
-_LONGEST_MASK = 8192 + 4
+_LARGE = 256  # a mask of this many tokens squared is evaluated in an instant
+
+
+class _Unusual(Exception):
+    """The mask is neither causal nor a causal sliding window."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ class ClassifyMasks(GraphPass):
 
     1. It equals "causal, and not padding" at several lengths, with and without padding: `causal_mask(window=None)`.
     2. It equals a causal sliding window: `causal_mask(window=w)`. Lengths just beyond every integer constant of the
-       subgraph are tried, so that a window is always seen.
+       subgraph are tried, so that a window is always seen; large constants are replaced by small ones for that.
     3. Anything else (chunks, biases, inverted masks) is left as it is, with a skip that says what it is.
 
     Args:
@@ -88,25 +93,28 @@ class ClassifyMasks(GraphPass):
 
     def _classify(self, graph_module: fx.GraphModule, mask: fx.Node) -> tuple[int | None, torch.dtype] | str:
         """Return (window, dtype), or what is unusual about the mask."""
-        dtype = mask.meta["val"].dtype
-        beyond = {c + 3 for c in integer_constants(mask) if c > 1}
-        lengths = sorted({5, 16} | {length for length in beyond if length <= _LONGEST_MASK}, reverse=True)
-        window: int | None = None
+        longest = longest_sequence(mask.graph)
+        constants = {c for c in integer_constants(mask) if 1 < c <= longest}
+        large = sorted(c for c in constants if c > _LARGE)
+        lengths = {5, 16, *(c + 3 for c in constants - set(large))}
         try:
-            for number, length in enumerate(lengths):
-                ids, padding = _padded_batch(length)
-                seen = evaluate(graph_module, mask, {"input_ids": ids, "attention_mask": padding})
-                if seen.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
-                    return f"has dtype {seen.dtype}"
-                if number == 0:
-                    last_row = seen[0, 0, -1]
-                    visible = int((last_row if seen.dtype == torch.bool else last_row == 0).sum())
-                    window = None if visible == length else visible
-                if not _is_causal(seen, padding, ids, window):
-                    return "neither causal nor a causal sliding window"
-        except CannotEvaluate as error:
+            if not large:
+                return _window(graph_module, mask, lengths, {}), mask.meta["val"].dtype
+            # Measured with small numbers in place of the large ones, twice: a window moves with the constant it is.
+            windows = []
+            for number in (0, 1):
+                stand_ins = {c: 7 + 10 * i + number * (1 + i) for i, c in enumerate(large)}
+                tried = lengths | {c + 3 for c in stand_ins.values()}
+                windows.append(_window(graph_module, mask, tried, stand_ins))
+        except (CannotEvaluate, _Unusual) as error:
             return str(error)
-        return window, dtype
+        if windows == [None, None]:
+            return None, mask.meta["val"].dtype
+        for i, constant in enumerate(large):
+            offset = (windows[0] or 0) - (7 + 10 * i)
+            if windows[1] == 8 + 11 * i + offset and abs(offset) <= 1:
+                return constant + offset, mask.meta["val"].dtype
+        return f"a window that depends on {large} in a way that is not understood"
 
 
 def is_square(node: fx.Node, length: object) -> bool:
@@ -115,6 +123,30 @@ def is_square(node: fx.Node, length: object) -> bool:
     if not isinstance(value, Tensor) or value.dim() < 3:
         return False
     return all(expression(size) == length for size in value.shape[-2:])
+
+
+def _window(
+    graph_module: fx.GraphModule, mask: fx.Node, lengths: set[int], stand_ins: dict[int, int]
+) -> int | None:
+    """Return the window of a causal mask, None for unlimited sight, as seen at all `lengths`.
+
+    Raises:
+        CannotEvaluate: see `evaluate`.
+        _Unusual: it is another kind of mask.
+    """
+    window: int | None = None
+    for number, length in enumerate(sorted(lengths, reverse=True)):
+        ids, padding = _padded_batch(length)
+        seen = evaluate(graph_module, mask, {"input_ids": ids, "attention_mask": padding}, stand_ins)
+        if seen.dtype != torch.bool and not seen.is_floating_point():
+            raise _Unusual(f"has dtype {seen.dtype}")
+        if number == 0:
+            last_row = seen[0, ..., -1, :].reshape(-1, length)[0]
+            visible = int((last_row if seen.dtype == torch.bool else last_row == 0).sum())
+            window = None if visible == length else visible
+        if not _is_causal(seen, padding, ids, window):
+            raise _Unusual("neither causal nor a causal sliding window")
+    return window
 
 
 def _padded_batch(length: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,24 @@ class CannotEvaluate(Exception):
     """The node depends on a module's output (hidden states), or its subgraph does not run."""
 
 
-def evaluate(graph_module: fx.GraphModule, node: fx.Node, inputs: dict[str, Tensor]) -> Tensor:
+def evaluate(
+    graph_module: fx.GraphModule,
+    node: fx.Node,
+    inputs: Mapping[str, Tensor],
+    stand_ins: Mapping[int, int] | None = None,
+) -> Tensor:
     """Compute `node` from graph inputs alone, on the CPU at the sizes of `inputs`.
+
+    Args:
+        graph_module: holds the constants.
+        node: what to compute.
+        inputs: value by name of the graph's input.
+        stand_ins: integer constants of the subgraph, and what to compute with in their place.
 
     Raises:
         CannotEvaluate: the node depends on a module call or a missing input, or an operator fails.
     """
+    stand_ins = stand_ins or {}
     values: dict[fx.Node, Any] = {}
     for step in _ancestors(node):
         if step.op == "placeholder" and step.target in inputs:
@@ -25,9 +38,8 @@ def evaluate(graph_module: fx.GraphModule, node: fx.Node, inputs: dict[str, Tens
         elif step.op == "get_attr":
             values[step] = _attribute(graph_module, step.target)
         elif step.op == "call_function":
-            args = fx.map_arg(step.args, values.__getitem__)
-            kwargs = fx.map_arg(step.kwargs, values.__getitem__)
-            args, kwargs = _on_cpu(args), _on_cpu(kwargs)
+            args, kwargs = _adapted((step.args, step.kwargs), stand_ins)
+            args, kwargs = fx.map_arg(args, values.__getitem__), fx.map_arg(kwargs, values.__getitem__)
             try:
                 with torch.no_grad():
                     values[step] = step.target(*args, **kwargs)
@@ -80,11 +92,17 @@ def _stand_in(node: fx.Node, inputs: dict[str, Tensor]) -> Tensor:
 def _attribute(root: Any, target: str) -> Tensor:
     for atom in target.split("."):
         root = getattr(root, atom)
-    return root.detach().cpu() if not root.is_meta else root
+    if root.is_meta:
+        raise CannotEvaluate(f"depends on {target}, which is on the meta device")
+    return root.detach().cpu()
 
 
-def _on_cpu(arguments: Any) -> Any:
+def _adapted(arguments: Any, stand_ins: Mapping[int, int]) -> Any:
     """Graphs bake the device they were captured on; small evaluations run on the CPU."""
-    return torch.utils._pytree.tree_map(
-        lambda value: torch.device("cpu") if isinstance(value, torch.device) else value, arguments
-    )
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return stand_ins.get(value, value) if type(value) is int else value
+
+    return torch.utils._pytree.tree_map(leaf, arguments)
