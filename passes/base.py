@@ -208,6 +208,9 @@ def remember_fake_calls() -> Iterator[None]:
 
 
 def _call_key(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(target, torch.nn.Module):
+        weights = (*target.parameters(), *target.buffers())
+        target = type(target), repr(target), tuple(map(_leaf_key, weights))
     leaves, spec = tree_flatten((args, kwargs))
     return mode, target, spec, tuple(map(_leaf_key, leaves))
 

@@ -7,7 +7,14 @@ import dataclasses
 from torch import fx
 
 from modify.ops.routing import select_topk
-from modify.passes.base import GraphPass, GraphPassResult, calls_of, routing_of
+from modify.passes.base import (
+    GraphPass,
+    GraphPassResult,
+    calls_of,
+    fake_call,
+    propagate_shapes,
+    routing_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,9 +29,8 @@ class SetCapacity(GraphPass):
 
         tokens = select_topk(scores, 0.5, 1, attention_mask)
 
-    1. The capacity of every block named is replaced; shapes in `meta["val"]` stay those of the conversion, since a
-       training graph is called with any shape.
-    2. A block that is not routed, or routed by its predictor, is left alone.
+    1. The capacity of every block named is replaced.
+    2. A block that is not routed, is routed by its predictor, or has that capacity already, is left alone.
 
     Args:
         capacities: (block index, capacity in (0, 1]).
@@ -49,5 +55,7 @@ class SetCapacity(GraphPass):
             selection = route.args[1]
             if index in wanted and selection in selections and selection.args[1] != wanted[index]:
                 selection.update_arg(1, wanted[index])
+                selection.meta["val"] = fake_call(graph_module.graph, select_topk, selection.args, {})
+                propagate_shapes(graph_module, selection)
                 modified = True
         return GraphPassResult(graph_module, modified)
