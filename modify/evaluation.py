@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from modify.capture import capture
 from modify.convert import route_by_predictor
@@ -191,8 +190,11 @@ def packed_rows(
     if isinstance(context, int) and length > context:
         raise ConfigError(f"length {length} is longer than the model's context of {context} tokens")
     if not isinstance(data, PackedDataset):
+        tokenizer = tokenizer or find_tokenizer(model)
         if tokenizer is None and not _is_tokenised(data):
-            tokenizer = _own_tokenizer(model)
+            raise ConfigError(
+                "the data is text, and there is no tokenizer in the model's checkpoint; give one with tokenizer="
+            )
         limit = None if limit_rows is None else limit_rows * length
         data = pack(data, cast("PreTrainedTokenizerBase", tokenizer), length, limit_tokens=limit)
     largest = int(data.rows.max())
@@ -328,11 +330,9 @@ def _is_tokenised(data: Any) -> bool:
     return isinstance(first, Mapping) and "input_ids" in first
 
 
-def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the directory that `model` was loaded from, if there is one."""
     path = model.name_or_path
-    try:
-        if path and cached_file(path, "tokenizer_config.json", local_files_only=True):
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError):
-        pass
-    raise ConfigError("the data is text, and the model's checkpoint has no tokenizer; give one with tokenizer=")
+    if not path or not os.path.isfile(os.path.join(path, "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)

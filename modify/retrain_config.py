@@ -13,7 +13,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16"]
 
 # A run may be continued with another value of these: they change what is kept and shown, not what is computed.
-_FREE_ON_RESUME = ("save_every", "log_every", "tensorboard", "gradient_checkpointing")
+_FREE_ON_RESUME = ("save_every", "log_every", "eval_every", "tensorboard", "gradient_checkpointing")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

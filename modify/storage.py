@@ -33,7 +33,7 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
         StorageError: `path` exists and is not to be replaced, cannot be created, or the disk is full.
     """
     target = Path(os.path.abspath(path))
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     made: list[Path] = []
     complete = False
@@ -42,7 +42,7 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
             made = _make_parents(target.parent)
             temporary.mkdir()
             yield temporary
-            _check_target(target, overwrite)  # somebody may have made it meanwhile
+            check_target(target, overwrite)  # somebody may have made it meanwhile
             _replace(temporary, target)
         complete = True
     finally:
@@ -64,7 +64,8 @@ def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str])
         shutil.copyfile(real, target)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise `StorageError` unless `atomic_directory` may write `target`: worth asking before hours of work."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
