@@ -1,0 +1,55 @@
+"""Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modify.export.benchmark import BenchReport, bench, bench_eager
+    from modify.export.bundle import Manifest, read_manifest
+    from modify.export.engine import Engine, load_engine
+    from modify.export.onnx_prefill import OnnxReport, to_onnx
+    from modify.export.prefill import lower_prefill
+    from modify.export.tensorrt_prefill import TensorRTReport, to_tensorrt
+
+__all__ = [
+    "BenchReport",
+    "Engine",
+    "Manifest",
+    "OnnxReport",
+    "TensorRTReport",
+    "bench",
+    "bench_eager",
+    "load_engine",
+    "lower_prefill",
+    "read_manifest",
+    "to_onnx",
+    "to_tensorrt",
+]
+
+# Loaded on first use: running an engine must not import torch.
+_HOMES = {
+    "BenchReport": "benchmark",
+    "bench": "benchmark",
+    "bench_eager": "benchmark",
+    "Manifest": "bundle",
+    "read_manifest": "bundle",
+    "Engine": "engine",
+    "load_engine": "engine",
+    "OnnxReport": "onnx_prefill",
+    "to_onnx": "onnx_prefill",
+    "lower_prefill": "prefill",
+    "TensorRTReport": "tensorrt_prefill",
+    "to_tensorrt": "tensorrt_prefill",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

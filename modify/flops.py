@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,7 +31,7 @@ def count_flops(graph_module: fx.GraphModule, batch: int, length: int, *, causal
         length: tokens per sequence. A lowered graph must be counted at its own batch and length.
         causal: count causal attention among `n` tokens as the `n * (n + 1) / 2` pairs that are used. By default all
             `n * n` count, as torch and the paper count; kernels differ in how much of the unused half they skip.
-            Attention that is given an explicit mask always counts in full.
+            Attention that is given an explicit mask, or is written as plain matrix products, always counts in full.
 
     Raises:
         PassError: the shape of some operation depends on values, so that it cannot be counted on shapes.
@@ -49,11 +51,34 @@ def count_flops(graph_module: fx.GraphModule, batch: int, length: int, *, causal
         )
         try:
             # The math implementation consists of matrix products that the counter knows on every device.
-            with sdpa_kernel(SDPBackend.MATH), counter, unused:
+            with sdpa_kernel(SDPBackend.MATH), static_experts(graph_module), counter, unused:
                 torch.func.functional_call(graph_module, tensors, inputs)
         except UnsupportedFakeTensorException as error:
             raise PassError(f"FLOPs cannot be counted on shapes alone: {error}") from error
     return counter.get_total_flops() - (unused.flops if causal else 0)
+
+
+@contextmanager
+def static_experts(module: nn.Module) -> Iterator[None]:
+    """Let Hugging Face mixture-of-experts layers run by batched matrix products, whose shapes depend on no value.
+
+    The same operations are done as by the other implementations, on the experts that each token chose.
+    """
+    configs = {
+        id(config): config for m in module.modules() if (config := getattr(m, "config", None)) is not None
+    }
+    changed = [
+        (config, config._experts_implementation)
+        for config in configs.values()
+        if getattr(config, "_experts_implementation", None) is not None
+    ]
+    try:
+        for config, _ in changed:
+            config._experts_implementation = "batched_mm"
+        yield
+    finally:
+        for config, implementation in changed:
+            config._experts_implementation = implementation
 
 
 class _UnusedPairs(TorchFunctionMode):
