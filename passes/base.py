@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from modify.errors import PassError
 from modify.ops.routing import RoutedOutput, gather_rows, gather_tokens
@@ -112,6 +112,35 @@ def longest_sequence(graph: fx.Graph) -> int:
         return length
     bound = length.node.shape_env.var_to_range[length.node.expr].upper
     return int(bound) if bound.is_Integer else sys.maxsize
+
+
+def decide_as_for_long_sequences(graph: fx.Graph) -> None:
+    """Give every symbolic shape in the graph the longest sequence as its example.
+
+    Shape functions ask whether a size is 1, and would broadcast then; what they cannot prove they decide by an example,
+    which capture keeps short. A capacity of 12.5 % selects one token of it, and every `k` would turn into 1.
+    """
+    length = placeholder(graph, "input_ids").meta["val"].shape[1]
+    if not isinstance(length, torch.SymInt):
+        return
+    environment = length.node.shape_env
+    example = sympy.Integer(min(longest_sequence(graph), 1 << 20))
+    environment.backed_var_to_val[length.node.expr] = example
+    mode = fake_mode_of(graph)
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            hint = int(value.node.expr.xreplace(environment.backed_var_to_val))
+            return environment.create_symintnode(value.node.expr, hint=hint)
+        if isinstance(value, Tensor):
+            sizes, strides = tree_map(fresh, (list(value.shape), list(value.stride())))
+            with mode:
+                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return value
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(fresh, node.meta["val"])
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:

@@ -18,6 +18,7 @@ from modify.passes.base import (
     GraphPassResult,
     Skip,
     block_calls,
+    decide_as_for_long_sequences,
     dimension_symbols,
     expression,
     placeholder,
@@ -76,8 +77,10 @@ class InsertRouters(GraphPass):
     seed: int = 0
 
     def requires(self, graph_module: fx.GraphModule) -> None:
-        """Every block named must exist."""
+        """Every block named must exist, and shapes must still be symbols: they tell what is to be gathered."""
         blocks = block_calls(graph_module.graph)
+        if dimension_symbols(graph_module.graph)[1].is_number:
+            raise self.fail("the graph's shapes are frozen; run it before FreezeShapes")
         for index, _ in self.layers:
             if index not in blocks:
                 raise self.fail(f"the graph has no block {index}; it has blocks 0 to {len(blocks) - 1}")
@@ -88,6 +91,7 @@ class InsertRouters(GraphPass):
         blocks = block_calls(graph_module.graph)
         skips: list[Skip] = []
         routing: dict[int, fx.Node] = {}
+        decide_as_for_long_sequences(graph_module.graph)
         for index, capacity in self.layers:
             block = blocks[index]
             if "routed" in block.meta:
@@ -252,8 +256,4 @@ def _gather(build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Ex
         return argument
     if len(dims) == 2:
         return build.function(gather_mask, argument, tokens)
-    return (
-        build.function(gather_tokens, argument, tokens, dims[0])
-        if dims[0] != 1
-        else build.function(gather_tokens, argument, tokens)
-    )
+    return build.function(gather_tokens, argument, tokens, *(dims if dims != [1] else []))

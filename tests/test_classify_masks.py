@@ -20,12 +20,6 @@ def windows(graph_module):
     return [call.args[2] for call in calls_of(graph_module.graph, causal_mask)]
 
 
-def padded_batch(length=13):
-    ids = torch.randint(1, 99, (3, length), generator=torch.Generator().manual_seed(0))
-    padding = (torch.arange(length) < torch.tensor([[length], [length // 2], [1]])).long()
-    return ids, padding
-
-
 def test_golden_causal(golden, llama_graph, rewrite):
     golden("classify_masks", print_graph(rewrite(llama_graph, ClassifyMasks(optional_mask=ALL)).graph))
 
@@ -37,7 +31,7 @@ def test_golden_window(golden, qwen_graph, rewrite):
 @pytest.mark.parametrize("optional", [ALL, frozenset(), frozenset({1})])
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 13])
 @pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_equal_numbers(request, family, length, optional):
+def test_equal_numbers(padded_batch, request, family, length, optional):
     """Bit for bit: without padding every token, with it every real token."""
     dense, captured = (request.getfixturevalue(name) for name in (f"tiny_{family}", f"{family}_graph"))
     classified, _ = run_passes(captured, [ClassifyMasks(optional_mask=optional)])
