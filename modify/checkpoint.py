@@ -189,10 +189,19 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
 
 
-def load_any(path: str | os.PathLike[str]) -> PreTrainedModel:
-    """Load a checkpoint, converted or dense, in evaluation mode."""
+def load_any(
+    path: str | os.PathLike[str], *, trust_remote_code: bool = False, dtype: torch.dtype | str = "auto"
+) -> PreTrainedModel:
+    """Load a checkpoint, converted or dense, in evaluation mode.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a kind that cannot be used.
+    """
     path = Path(path)
-    return MoDForCausalLM.from_pretrained(path) if is_converted(path) else load_dense(path)
+    if not is_converted(path):
+        return load_dense(path, trust_remote_code=trust_remote_code, dtype=dtype)
+    check_weights(path)
+    return MoDForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 def is_converted(path: str | os.PathLike[str]) -> bool:

@@ -1,0 +1,55 @@
+"""What several commands load: models, tokenizers, prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(
+    path: Path, *, device: str = "cpu", float32: bool = False, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a checkpoint, converted or dense, onto a device; `auto` is the GPU where there is one."""
+    import torch
+
+    from modify.checkpoint import load_any
+
+    options: dict[str, Any] = {"dtype": torch.float32} if float32 else {}
+    model = load_any(path, trust_remote_code=trust_remote_code, **options)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device=torch.device(device))  # type: ignore[call-arg]
+    except (RuntimeError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device {device} cannot be used: {reason}") from error
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint."""
+    from modify import checkpoint
+
+    return checkpoint.load_tokenizer(path)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Return the text of `--prompt` or of `--file`."""
+    if (prompt is None) == (file is None):
+        raise ConfigError("give the text to continue: either --prompt or --file")
+    if file is None:
+        assert prompt is not None
+        return prompt
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--file: {file} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error

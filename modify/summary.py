@@ -1,0 +1,301 @@
+"""What a checkpoint is made of, block by block: routing, parameters, FLOPs, cache. No weight is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, PreTrainedConfig
+
+from modify.capture import capture, max_length
+from modify.checkpoint import check_weights, is_converted, read_dense_config, skeleton
+from modify.config import MoDConfig
+from modify.convert import ConversionRecord, convert_captured
+from modify.dense import dense_graph
+from modify.errors import CheckpointError, ConfigError, first_line
+from modify.flops import static_experts
+from modify.modeling import MoDModelConfig
+from modify.ops.routing import capacity_tokens
+from modify.passes.base import block_calls
+from modify.passes.printing import print_graph
+
+DEFAULT_LENGTH = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSummary:
+    """One decoder block.
+
+    Attributes:
+        index: of the block.
+        name: of its module in the model.
+        capacity: share of the tokens that it runs; None for a dense block.
+        dense_reason: why it is dense although routing was asked for; None otherwise.
+        tokens: number of a sequence's tokens that it runs (by top-k).
+        parameters: of the block itself.
+        added_parameters: of its router, gate and predictor.
+        flops: per forward pass, those of router and predictor included.
+        cache_bytes: keys and values (or other state) of the tokens that it runs; None where the model has no cache.
+    """
+
+    index: int
+    name: str
+    capacity: float | None
+    dense_reason: str | None
+    tokens: int
+    parameters: int
+    added_parameters: int
+    flops: int
+    cache_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A checkpoint's blocks and totals, for one batch size and length.
+
+    Attributes:
+        source: the checkpoint.
+        model_type: of the dense model.
+        converted: whether it is a Mixture-of-Depths checkpoint.
+        dtype: of the weights, and so of the cache.
+        batch: number of sequences.
+        length: tokens per sequence.
+        blocks: every decoder block.
+        parameters: of the whole model; tied ones count once.
+        added_parameters: those among them that the conversion added.
+        flops: of one forward pass, logits of every token.
+        dense_flops: of the dense model's forward pass.
+        cache_bytes: for all blocks; None where the model has no cache.
+        dense_cache_bytes: the dense model's.
+        graph: the rewritten graph as text.
+    """
+
+    source: str
+    model_type: str
+    converted: bool
+    dtype: str
+    batch: int
+    length: int
+    blocks: tuple[BlockSummary, ...]
+    parameters: int
+    added_parameters: int
+    flops: int
+    dense_flops: int
+    cache_bytes: int | None
+    dense_cache_bytes: int | None
+    graph: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return dataclasses.asdict(self)
+
+
+def summarize(
+    path: str | os.PathLike[str],
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    trust_remote_code: bool = False,
+) -> Summary:
+    """Summarise a checkpoint, dense or converted, a directory or a `.gguf` file.
+
+    Args:
+        path: the checkpoint.
+        batch: number of sequences to count for.
+        length: tokens per sequence; by default 2048, or the model's context where that is shorter.
+        trust_remote_code: run model code that comes with a dense checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or of a kind that cannot be used.
+        CaptureError: the model cannot be captured.
+        ConfigError: `batch` or `length` is out of range.
+    """
+    path = Path(path)
+    config = _read_config(path, trust_remote_code)
+    dense_config = config.dense_config if isinstance(config, MoDModelConfig) else config
+    assert isinstance(dense_config, PreTrainedConfig)
+    model = skeleton(dense_config, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # building parameters on the meta device unties them
+    longest = max_length(model)
+    if length is None:
+        length = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+    if batch < 1 or length < 2:
+        raise ConfigError(f"batch must be at least 1 and length at least 2, got {batch} and {length}")
+    if longest is not None and length > longest:
+        raise ConfigError(f"length {length} is longer than the model's context of {longest} tokens")
+    record = ConversionRecord(layers=(), unroutable=(), optional_mask=())
+    if isinstance(config, MoDModelConfig):
+        record = ConversionRecord.from_dict(config.conversion_record or {})
+        graph = convert_captured(capture(model), MoDConfig.from_dict(config.mod_config or {}), record)
+        record, dense = graph.meta["conversion_record"], graph.meta["dense_graph"]
+    else:
+        graph = dense = dense_graph(model)
+    flops, dense_flops = (_flops_by_block(module, batch, length) for module in (graph, dense))
+    caches = _cache_of_blocks(model, len(block_calls(dense.graph)), batch, length)
+    blocks = tuple(
+        _summarize_block(graph, record, index, length, flops, caches) for index in block_calls(graph.graph)
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    added = sum(block.added_parameters for block in blocks)
+    return Summary(
+        source=str(path),
+        model_type=dense_config.model_type,
+        converted=isinstance(config, MoDModelConfig),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        batch=batch,
+        length=length,
+        blocks=blocks,
+        parameters=parameters + added,
+        added_parameters=added,
+        flops=sum(flops.values()),
+        dense_flops=sum(dense_flops.values()),
+        cache_bytes=_total([block.cache_bytes for block in blocks]),
+        dense_cache_bytes=_total([size for size, _ in caches]) if caches else None,
+        graph=print_graph(graph.graph),
+    )
+
+
+def _read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    if path.suffix == ".gguf" and path.is_file():
+        try:
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, ImportError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as GGUF, it may be cut: {first_line(error)}"
+            ) from error
+    check_weights(path)
+    if not is_converted(path):
+        return read_dense_config(path, trust_remote_code=trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(error)}") from error
+
+
+def _summarize_block(
+    graph: fx.GraphModule,
+    record: ConversionRecord,
+    index: int,
+    length: int,
+    flops: dict[int, int],
+    caches: list[tuple[int, int]],
+) -> BlockSummary:
+    node = block_calls(graph.graph)[index]
+    capacity = dict(record.layers).get(index) if "routed" in node.meta else None
+    tokens = length if capacity is None else capacity_tokens(capacity, length)
+    cache_bytes = None
+    if caches:
+        size, cached = caches[index]
+        cache_bytes = size if capacity is None or not cached else size * min(tokens, cached) // cached
+    reason = dict(record.unroutable).get(index) or dict(record.skips).get(node.name)
+    asked = index in dict(record.layers)
+    return BlockSummary(
+        index=index,
+        name=str(node.target),
+        capacity=capacity,
+        dense_reason=reason if asked and capacity is None else None,
+        tokens=tokens,
+        parameters=_parameters(graph, str(node.target)),
+        added_parameters=sum(_parameters(graph, f"{kind}.{index}") for kind in _ADDED),
+        flops=flops[index],
+        cache_bytes=cache_bytes,
+    )
+
+
+_ADDED = ("routers", "gates", "predictors")
+
+
+def _parameters(graph: fx.GraphModule, name: str) -> int:
+    try:
+        module = graph.get_submodule(name)
+    except AttributeError:
+        return 0
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _flops_by_block(graph: fx.GraphModule, batch: int, length: int) -> dict[int, int]:
+    """FLOPs of every block, with its router and predictor, by index; everything else under -1."""
+    counter = FlopCounterMode(display=False)
+    # The math implementation consists of matrix products that the counter knows on every device.
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        static_experts(graph),
+        counter,
+    ):
+        interpreter = _FlopInterpreter(graph, counter)
+        interpreter.run(torch.ones(batch, length, dtype=torch.int64), None)
+    return dict.fromkeys(block_calls(graph.graph), 0) | interpreter.flops
+
+
+class _FlopInterpreter(fx.Interpreter):
+    """Runs a graph on shapes alone, and sums the FLOPs of the nodes of each block."""
+
+    def __init__(self, graph: fx.GraphModule, counter: FlopCounterMode) -> None:
+        super().__init__(graph)
+        self.counter = counter
+        self.flops: dict[int, int] = defaultdict(int)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self.counter.get_total_flops()
+        result = super().run_node(n)
+        self.flops[_block_of(n)] += self.counter.get_total_flops() - before
+        return result
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        return torch.func.functional_call(module, _fake_tensors(module), args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
+
+
+def _block_of(node: fx.Node) -> int:
+    if "block" in node.meta:
+        return int(node.meta["block"])
+    kind, _, index = str(node.target).partition(".")
+    return int(index) if node.op == "call_module" and kind in _ADDED else -1
+
+
+def _fake_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Stand-ins without values for a module's parameters and buffers; needs a fake tensor mode."""
+    return {
+        name: torch.empty_like(tensor, device="cpu")
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+
+
+def _cache_of_blocks(model: nn.Module, num_blocks: int, batch: int, length: int) -> list[tuple[int, int]]:
+    """(bytes, tokens) that the model's own cache keeps per block; empty where it has none that goes block by block."""
+    ids = torch.ones(batch, length, dtype=torch.int64)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), static_experts(model):
+            inputs = {"input_ids": ids, "use_cache": True}
+            output = torch.func.functional_call(model, _fake_tensors(model), (), inputs)
+    except Exception:  # a model may be unable to build its cache on shapes alone; then its size is unknown
+        return []
+    layers = getattr(getattr(output, "cache", None), "layers", [])
+    if len(layers) != num_blocks:
+        return []
+    found = []
+    for layer in layers:
+        tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+        keys = getattr(layer, "keys", None)
+        tokens = keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
+        found.append((sum(tensor.numel() * tensor.element_size() for tensor in tensors), tokens))
+    return found
+
+
+def _total(sizes: list[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
