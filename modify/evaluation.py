@@ -118,7 +118,7 @@ def evaluate(
         progress: called with (rows done, rows to do).
 
     Raises:
-        ConfigError: unknown routing, a routing that a dense model does not have, a number out of range, or no tokenizer.
+        ConfigError: unknown routing or one that a dense model does not have, a number out of range, no tokenizer.
         DataError: the data cannot be read, is shorter than one row, or does not fit the model.
     """
     is_routed = isinstance(model, MoDForCausalLM)
@@ -168,6 +168,11 @@ def selected(selection: Selection, length: int) -> Tensor:
     tokens, valid, _ = selection
     mask = torch.zeros(tokens.shape[0], length, dtype=torch.bool, device=tokens.device)
     return mask.scatter(1, tokens, torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid)
+
+
+def predictor_threshold(model: MoDForCausalLM, index: int) -> Tensor:
+    """The scalar buffer that a logit of block `index`'s predictor must exceed."""
+    return model.get_buffer(f"predictors.{index}.threshold")
 
 
 def packed_rows(
@@ -256,7 +261,7 @@ class BlockSums:
         self.squares += float(scores.double().square().sum())
         if logits is None:
             return
-        wanted = logits > model.get_submodule(f"predictors.{index}").threshold
+        wanted = logits > predictor_threshold(model, index)
         best = membership(scores, model.capacities[index], keep_first)
         self.agreed += int((wanted == best).sum())
         if routing == "predictor":

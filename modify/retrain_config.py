@@ -43,8 +43,8 @@ class RetrainConfig:
         save_every: steps between resumable checkpoints; 0 keeps none, and a killed run starts again.
         log_every: steps between log entries; each averages over the steps since the last.
         eval_every: steps between evaluations on the held-out data, if that is given; 0 evaluates only at the end.
-        calibration_rows: up to this many rows of the data are kept out of training, and the predictors' thresholds are set
-            on them.
+        calibration_rows: up to this many rows of the data are kept out of training, and the predictors' thresholds
+            are set on them.
         tensorboard: also write TensorBoard event files.
 
     Raises:

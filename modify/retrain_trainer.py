@@ -2,97 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
 
 from modify.errors import ModifyError
-from modify.evaluation import membership, run_rows
+from modify.evaluation import run_rows
 from modify.modeling import MOD_PREFIXES, MoDForCausalLM, Routing
-from modify.ops.routing import BlockRouting
+from modify.retrain_callbacks import Anneal, Clock, LogHook, MarkComplete, Record
 from modify.retrain_config import RetrainConfig
+from modify.retrain_losses import language_loss_sum, predictor_loss, real_tokens, router_statistics
+from modify.retrain_run import CHECKPOINTS
 
-COMPLETE = "complete"  # written last into a checkpoint
-METRICS = "metrics.jsonl"
 _WEIGHTS = "model.safetensors"
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
-
-LogHook = Callable[[dict[str, float]], None]
-
-
-def language_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over the batch of the next-token cross-entropy, in float32.
-
-    Args:
-        logits: `[B, S, V]`.
-        labels: `[B, S]`, not shifted, -100 for no target.
-    """
-    shifted = functional.pad(labels[:, 1:], (0, 1), value=-100)  # moves labels rather than logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum")
-
-
-class PredictorLoss(NamedTuple):
-    """Means over the routed blocks and over real tokens.
-
-    Attributes:
-        loss: binary cross-entropy of the predictor logits against membership in the top-k, with gradient.
-        accuracy: share of tokens for which "logit above 0" is right.
-    """
-
-    loss: Tensor
-    accuracy: Tensor
-
-
-def predictor_loss(
-    routing: Mapping[int, BlockRouting],
-    capacities: Mapping[int, float],
-    keep_first: int,
-    padding_mask: Tensor | None = None,
-) -> PredictorLoss:
-    """Return the loss that teaches predictors the routing (section 3.5 of the paper).
-
-    The target is membership in the top-k at the block's own capacity, also while training runs at an annealed one: it
-    is what the predictor will have to say. Predictors of kind `mlp` stop the gradient at their input; with `aux` the
-    logits are the router's scores, and the gradient flows into the router.
-
-    Args:
-        routing: by block index, scores and predictor logits `[B, S]`.
-        capacities: by block index.
-        keep_first: see `MoDConfig`.
-        padding_mask: `[B, S]`, non-zero for real tokens; others are left out of the means.
-    """
-    losses, hits = [], []
-    for index, block in routing.items():
-        logits = block.predictor_logits
-        if logits is None:
-            continue
-        target = membership(block.scores.detach(), capacities[index], keep_first, padding_mask)
-        cross_entropy = functional.binary_cross_entropy_with_logits(
-            logits.float(), target.float(), reduction="none"
-        )
-        losses.append(_mean(cross_entropy, padding_mask))
-        hits.append(_mean(((logits > 0) == target).float(), padding_mask))
-    return PredictorLoss(torch.stack(losses).mean(), torch.stack(hits).mean())
 
 
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
@@ -122,32 +62,33 @@ class MoDTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         config: RetrainConfig,
         run: Path,
-        train_dataset: Dataset[dict[str, Tensor]],
+        rows: Subset[dict[str, Tensor]],
         held_out: Tensor | None,
         callbacks: list[TrainerCallback],
         on_log: LogHook | None,
     ) -> None:
         self.retrain_config = config
+        self.rows = rows
         self.held_out = held_out
-        self.clock = _Clock()
+        self.clock = Clock()
         self._sums: dict[str, Tensor] = {}
         self._logged = (0, 0.0)  # steps and seconds of this call, when the last entry was written
         self._step_targets = self._step_tokens = torch.zeros(())
         super().__init__(
             model=model,
             args=_arguments(config, run, held_out is not None),
-            train_dataset=train_dataset,
-            eval_dataset=train_dataset,  # not used: `evaluate` below has its own rows
+            train_dataset=rows,
+            eval_dataset=rows,  # not used: `evaluate` below has its own rows
             data_collator=default_data_collator,
             callbacks=[
-                _Anneal(config),
+                Anneal(config),
                 self.clock,
-                _MarkComplete(self),
+                MarkComplete(self),
                 *callbacks,
-                _Record(run, on_log),
+                Record(run, on_log),
             ],
         )
         self.remove_callback(PrinterCallback)  # a library does not print
@@ -155,16 +96,16 @@ class MoDTrainer(Trainer):
     def tokens_at(self, step: int) -> int:
         """Number of tokens that the first `step` steps trained on; the last step of an epoch may be a short one."""
         config, world = self.retrain_config, self.accelerator.num_processes
-        batches = len(self.train_dataset) // (config.batch_size * world)
+        batches = len(self.rows) // (config.batch_size * world)
         steps_per_epoch = -(-batches // config.gradient_accumulation)
         epochs, rest = divmod(step, steps_per_epoch)
         seen = epochs * batches + rest * config.gradient_accumulation
-        return seen * config.batch_size * world * len(self.train_dataset[0]["input_ids"])
+        return seen * config.batch_size * world * len(self.rows[0]["input_ids"])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over `parameter_groups`."""
         if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model, self.retrain_config)
+            groups = parameter_groups(model or self.model_itself, self.retrain_config)
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=_can_fuse(groups))
         return self.optimizer
 
@@ -173,16 +114,17 @@ class MoDTrainer(Trainer):
     ) -> tuple[list[Any], Any]:
         """Also count what the losses of the step are means over: targets and real tokens, of all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = [(int((b["labels"][:, 1:] != -100).sum()), _real_tokens(b)) for b in batches]
+        counts = [(int((b["labels"][:, 1:] != -100).sum()), real_tokens(b)) for b in batches]
         local = torch.tensor(counts, dtype=torch.float32, device=device).sum(dim=0)
         self._step_targets, self._step_tokens = self.accelerator.reduce(local, reduction="sum")
         return batches, items
 
-    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Autocast for `bf16`; done here, so that accelerate need not wrap the model's forward."""
-        return torch.autocast(
-            self.args.device.type, torch.bfloat16, enabled=self.retrain_config.precision == "bf16"
-        )
+        stack = contextlib.ExitStack()
+        if self.retrain_config.precision == "bf16":
+            stack.enter_context(torch.autocast(self.args.device.type, torch.bfloat16))
+        return stack
 
     def compute_loss(
         self,
@@ -200,19 +142,19 @@ class MoDTrainer(Trainer):
         routing = getattr(output, "routing", None)
         mod = self.model_itself
         if routing and isinstance(mod, MoDForCausalLM):
-            share = _real_tokens(inputs) / self._step_tokens
+            share = real_tokens(inputs) / self._step_tokens
             mask = inputs.get("attention_mask")
             predictor = predictor_loss(routing, mod.capacities, mod.mod_config.keep_first, mask)
             # Even with weight 0 predictors stay part of the graph: distributed training wants a gradient for each.
             loss = loss + self.retrain_config.predictor_loss_weight * share * predictor.loss
-            statistics = _router_statistics(mod, routing)
+            statistics = router_statistics(mod, routing)
             statistics |= {"predictor_loss": predictor.loss, "predictor_accuracy": predictor.accuracy}
             self._note(**{name: share * value for name, value in statistics.items()})
         loss = loss * self.accelerator.num_processes  # since gradients are averaged over processes
         return (loss, output) if return_outputs else loss
 
     @property
-    def model_itself(self) -> nn.Module:
+    def model_itself(self) -> PreTrainedModel:
         """The model without what distributed training wraps around it."""
         return self.accelerator.unwrap_model(self.model)
 
@@ -236,7 +178,7 @@ class MoDTrainer(Trainer):
             self._sums = {}
             logs.update(self._schedule_values())
             logs["tokens_per_second"] = (self.tokens_at(step) - self.tokens_at(step - steps)) / seconds
-            if not all(map(_is_finite, (logs["loss"], logs.get("grad_norm", 0.0)))):
+            if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
                 raise ModifyError(
                     f"the loss became {logs['loss']} at step {step}; lower learning_rate or "
                     "router_learning_rate, or lengthen warmup"
@@ -245,6 +187,7 @@ class MoDTrainer(Trainer):
 
     def _schedule_values(self) -> dict[str, float]:
         """Rates and mean capacity that the last step ran with."""
+        assert self.lr_scheduler is not None
         step = self.state.global_step - 1
         factor = self.lr_scheduler.lr_lambdas[0](step)
         values = {
@@ -274,7 +217,7 @@ class MoDTrainer(Trainer):
         """Write every tensor under its own name, one file, no pickle."""
         if not self.args.should_save:
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         if state_dict is None:
             save_model(self.model_itself, str(folder / _WEIGHTS))
@@ -289,94 +232,10 @@ class MoDTrainer(Trainer):
             load_model(self.model_itself, os.path.join(resume_from_checkpoint, _WEIGHTS))
 
 
-class _Anneal(TrainerCallback):
-    """Sets the capacities before each step, from the number of the step alone."""
-
-    def __init__(self, config: RetrainConfig) -> None:
-        self.config = config
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if isinstance(model, MoDForCausalLM):
-            step = state.global_step
-            annealed = {i: self.config.capacity_at(step, c) for i, c in model.capacities.items()}
-            model.set_capacities(annealed if step < self.config.anneal_steps else None)
-
-
-class _Clock(TrainerCallback):
-    """Times steps alone: saving and evaluating do not count as training."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.steps = 0
-        self._begun = 0.0
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._begun = time.perf_counter()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.seconds += time.perf_counter() - self._begun
-        self.steps += 1
-
-
-class _MarkComplete(TrainerCallback):
-    """Marks checkpoints that every process has finished; skips the one after the last step."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step >= state.max_steps:
-            control.should_save = False  # the finished model follows at once
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.trainer.accelerator.wait_for_everyone()
-        if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
-
-
-class _Record(TrainerCallback):
-    """Appends each log entry to `metrics.jsonl`, and hands it to the progress hook."""
-
-    def __init__(self, run: Path, hook: LogHook | None) -> None:
-        self.path = run / METRICS
-        self.hook = hook
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
-            return
-        entry = {"step": state.global_step, **logs}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        if self.hook is not None:
-            self.hook(entry)
-
-
 def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArguments:
     evaluates = evaluates and config.eval_every > 0
     arguments = TrainingArguments(
-        output_dir=str(run / "checkpoints"),
+        output_dir=str(run / CHECKPOINTS),
         max_steps=config.steps,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
@@ -405,36 +264,7 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
     return arguments
 
 
-def _router_statistics(model: MoDForCausalLM, routing: Mapping[int, BlockRouting]) -> dict[str, Tensor]:
-    """Spread of the scores, where 0 means a collapsed router, and how far gates stand from leaving updates as they are."""
-    with torch.no_grad():
-        spread = torch.stack([block.scores.float().std() for block in routing.values()])
-        gates = [
-            (model.get_submodule(f"gates.{index}")(block.scores) - 1).abs().mean()
-            for index, block in routing.items()
-        ]
-    return {
-        "router_spread": spread.mean(),
-        "router_spread_min": spread.min(),
-        "gate_change": torch.stack(gates).mean(),
-    }
-
-
-def _mean(values: Tensor, padding_mask: Tensor | None) -> Tensor:
-    if padding_mask is None:
-        return values.mean()
-    real = padding_mask != 0
-    return (values * real).sum() / real.sum()
-
-
-def _real_tokens(batch: Mapping[str, Any]) -> int:
-    mask = batch.get("attention_mask")
-    return batch["input_ids"].numel() if mask is None else int((mask != 0).sum())
-
-
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for g in groups for p in g["params"])
-
-
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
+    return all(
+        p.device.type in ("cpu", "cuda") and p.is_floating_point() for g in groups for p in g["params"]
+    )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +16,12 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from modify.data import PackedDataset
-from modify.errors import ConfigError, DataError, ModifyError, StorageError
+from modify.errors import ConfigError, DataError, ModifyError
 from modify.evaluation import Metrics, evaluate, find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import RetrainConfig
-from modify.storage import atomic_directory, check_target
+from modify.retrain_run import Run
+from modify.storage import check_target
 from modify.thresholds import calibrate_thresholds
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 Progress = Callable[[dict[str, Any]], None]
 
 REPORT = "retraining.json"
-_RUN = "run.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,22 +84,22 @@ def retrain(
     The loss is the language model's cross-entropy plus `predictor_loss_weight` times the mean over routed blocks of the
     predictors' binary cross-entropy against membership in the top-k (section 3.5 of the paper). At the end each
     predictor's `threshold` is set so that, on rows kept out of training, the block runs its capacity; see
-    `modify.thresholds`. Those rows are spread evenly over the data; of fewer than eight rows the last one is used, which
-    was also trained on.
+    `modify.thresholds`. Those rows are spread evenly over the data; of fewer than eight rows the last one is used, and
+    it was trained on.
 
     While it runs, everything is in the folder `<output_dir>.run`: `metrics.jsonl` with one line per log entry,
     `checkpoints/` to resume from, `tensorboard/`. When it ends, `output_dir` appears, complete, with the metrics and
-    `retraining.json` in it, and the run folder goes. Killed at any moment, the run continues with `resume=True` from its newest
-    complete checkpoint, with the same losses as if it had never stopped.
+    `retraining.json` in it, and the run folder goes. Killed at any moment, the run continues with `resume=True` from
+    its newest complete checkpoint, with the same losses as if it had never stopped.
 
-    Per log entry: `loss`, `lm_loss` and `predictor_loss` (nats per token), `predictor_accuracy`, `capacity` (mean over the
-    blocks), `router_spread` and `router_spread_min` (standard deviation of the scores within a batch, mean and
+    Per log entry: `loss`, `lm_loss` and `predictor_loss` (nats per token), `predictor_accuracy`, `capacity` (mean over
+    the blocks), `router_spread` and `router_spread_min` (standard deviation of the scores within a batch, mean and
     minimum over the blocks; 0 means collapsed), `gate_change` (mean of |g - 1|), `grad_norm`, `learning_rate`,
     `router_learning_rate`, `tokens_per_second`; and `eval_loss` under top-k routing where `eval_every` asks for it.
 
     Args:
-        model: a `MoDForCausalLM` with float32 parameters, trained in place (on the accelerator, if there is one) and left in
-            evaluation mode. A dense causal LM is trained in the same way without routing, as a control.
+        model: a `MoDForCausalLM` with float32 parameters, trained in place (on the accelerator, if there is one) and
+            left in evaluation mode. A dense causal LM is trained in the same way without routing, as a control.
         data: what `modify.data.pack` takes, or a `PackedDataset`.
         config: options; `RetrainConfig()` by default.
         output_dir: the checkpoint to write.
@@ -111,8 +108,8 @@ def retrain(
         resume: continue the unfinished run of this `output_dir`.
         overwrite: replace an existing `output_dir`, and discard an unfinished run.
         callbacks: of transformers' `Trainer`.
-        progress: called with each log entry, on the main process. Its `phase` is `train`, `calibrate` or `evaluate`, the latter two
-            with `done` and `total` rows.
+        progress: called on the main process with each log entry. Its `phase` is `train`, `calibrate` or `evaluate`; the
+            latter two come with `done` and `total` rows alone.
 
     Raises:
         ConfigError: an option does not fit the model, or differs from what the run to be resumed was started with.
@@ -125,175 +122,87 @@ def retrain(
     target = Path(os.path.abspath(output_dir))
     check_target(target, overwrite)
     _check_packages(config)
-    _check_dtype(model)
+    _check_model(model, config)
     tokenizer = tokenizer or find_tokenizer(model)
     rows = packed_rows(model, data, tokenizer, config.length)
     held_out = None if eval_data is None else packed_rows(model, eval_data, tokenizer, config.length)
     kept, training = _split(rows, config)
-    run = _Run.open(target, config, _fingerprint(model, rows), resume=resume, overwrite=overwrite)
-
-    from modify.retrain_trainer import MoDTrainer
-
-    use_cache = getattr(model.config, "use_cache", None)
+    run = Run(target, config, model, rows, resume=resume, overwrite=overwrite)
     try:
-        trainer = MoDTrainer(
-            model,
-            config,
-            run.folder,
-            training,
-            None if held_out is None else held_out.rows,
-            list(callbacks),
-            None if progress is None else lambda entry: progress({"phase": "train", **entry}),
+        trainer = _train(model, config, run, training, held_out, callbacks, progress)
+        is_main = trainer.is_world_process_zero()
+        report = progress if is_main else None
+        thresholds: dict[int, float] = {}
+        if isinstance(model, MoDForCausalLM):
+            thresholds = calibrate_thresholds(model, kept, config.batch_size, _phase(report, "calibrate"))
+        evaluation = None
+        if held_out is not None:
+            evaluation = evaluate(
+                model, held_out, batch_size=config.batch_size, progress=_phase(report, "evaluate")
+            )
+        steps, seconds = trainer.state.global_step, trainer.clock.seconds
+        result = RetrainReport(
+            output_dir=str(target),
+            steps=steps,
+            tokens=trainer.tokens_at(steps),
+            resumed_from=run.step,
+            seconds=seconds,
+            tokens_per_second=(trainer.tokens_at(steps) - trainer.tokens_at(run.step or 0)) / seconds,
+            thresholds=thresholds,
+            evaluation=evaluation,
+            history=tuple(trainer.state.log_history[:-1]),  # the last one is Trainer's summary
         )
-        run.begin(trainer)
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        if is_main:
+            run.finish(model, tokenizer, {REPORT: _summary(config, result)}, overwrite=overwrite)
+        trainer.accelerator.wait_for_everyone()
     except BaseException:
         run.abandon()
         raise
-    finally:
-        if use_cache is not None:
-            model.config.use_cache = use_cache
-        _leave_training(model, config)
-
-    def report(phase: str) -> Callable[[int, int], None]:
-        def call(done: int, total: int) -> None:
-            if progress is not None and trainer.is_world_process_zero():
-                progress({"phase": phase, "done": done, "total": total})
-
-        return call
-
-    thresholds: dict[int, float] = {}
-    if isinstance(model, MoDForCausalLM):
-        thresholds = calibrate_thresholds(model, kept, config.batch_size, report("calibrate"))
-    evaluation = None
-    if held_out is not None:
-        evaluation = evaluate(model, held_out, batch_size=config.batch_size, progress=report("evaluate"))
-    trained = trainer.tokens_at(trainer.state.global_step) - trainer.tokens_at(run.step or 0)
-    result = RetrainReport(
-        output_dir=str(target),
-        steps=trainer.state.global_step,
-        tokens=trainer.tokens_at(trainer.state.global_step),
-        resumed_from=run.step,
-        seconds=trainer.clock.seconds,
-        tokens_per_second=trained / max(trainer.clock.seconds, 1e-9),
-        thresholds=thresholds,
-        evaluation=evaluation,
-        history=tuple(trainer.state.log_history[:-1]),  # the last one is Trainer's summary
-    )
-    if trainer.is_world_process_zero():
-        run.finish(model, tokenizer, config, result, overwrite=overwrite)
-    trainer.accelerator.wait_for_everyone()
     model.name_or_path = str(target)
     return result
 
 
-class _Run:
-    """The folder of an unfinished run: `<output_dir>.run`."""
+def _train(
+    model: PreTrainedModel,
+    config: RetrainConfig,
+    run: Run,
+    training: Subset[dict[str, Tensor]],
+    held_out: PackedDataset | None,
+    callbacks: Sequence[TrainerCallback],
+    progress: Progress | None,
+) -> MoDTrainer:
+    """Run the steps, and leave the model in evaluation mode with its own capacities and no gradients."""
+    from modify.retrain_trainer import MoDTrainer
 
-    def __init__(self, target: Path, config: RetrainConfig, fingerprint: dict[str, Any]) -> None:
-        self.target = target
-        self.folder = target.with_name(f"{target.name}.run")
-        self.record = {"config": config.to_dict(), **fingerprint}
-        self.config = config
-        self.step: int | None = None
-        self.checkpoint: str | None = None
+    use_cache = getattr(model.config, "use_cache", None)
+    hook = None if progress is None else lambda entry: progress({"phase": "train", **entry})
+    rows = None if held_out is None else held_out.rows
+    try:
+        trainer = MoDTrainer(model, config, run.folder, training, rows, list(callbacks), hook)
+        run.begin(trainer)
+        trainer.train(resume_from_checkpoint=run.checkpoint)
+    finally:
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # Trainer sets it
+        if isinstance(model, MoDForCausalLM):
+            model.set_capacities(None)
+        if config.gradient_checkpointing:
+            model.activation_checkpointing_disable()
+        model.zero_grad(set_to_none=True)
+        model.eval()
+    return trainer
 
-    @classmethod
-    def open(
-        cls,
-        target: Path,
-        config: RetrainConfig,
-        fingerprint: dict[str, Any],
-        *,
-        resume: bool,
-        overwrite: bool,
-    ) -> _Run:
-        """Look at what is there, and refuse what does not go together; nothing is written yet."""
-        run = cls(target, config, fingerprint)
-        checkpoints = run.complete_checkpoints()
-        if resume:
-            run._check_same()
-            if checkpoints:
-                run.step = max(checkpoints)
-                run.checkpoint = str(checkpoints[run.step])
-        elif os.path.lexists(run.folder):
-            if not (run.folder / _RUN).is_file():
-                raise StorageError(f"{run.folder} is in the way, and is no run of modify; remove or rename it")
-            if checkpoints and not overwrite:
-                raise StorageError(
-                    f"{run.folder} holds an unfinished run at step {max(checkpoints)}; "
-                    "resume it, or remove that folder to start again"
-                )
-        return run
 
-    def complete_checkpoints(self) -> dict[int, Path]:
-        """The checkpoints that every process finished, by step."""
-        from modify.retrain_trainer import COMPLETE
+def _phase(progress: Progress | None, phase: str) -> Callable[[int, int], None] | None:
+    if progress is None:
+        return None
+    return lambda done, total: progress({"phase": phase, "done": done, "total": total})
 
-        found = self.folder.glob(f"checkpoints/checkpoint-*/{COMPLETE}")
-        return {int(path.parent.name.rpartition("-")[2]): path.parent for path in found}
 
-    def _check_same(self) -> None:
-        try:
-            started = json.loads((self.folder / _RUN).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                f"there is no unfinished run to resume in {self.folder}; start without resume"
-            ) from error
-        self.config.refuse_difference(started["config"], str(self.folder))
-        for name, what in (("model", "another model"), ("data", "other data")):
-            if started[name] != self.record[name]:
-                raise ConfigError(
-                    f"{self.folder} was started with {what}: resume with the same, or start a new run"
-                )
-
-    def begin(self, trainer: MoDTrainer) -> None:
-        """Make the folder as it was at the step that the run continues from."""
-        from modify.retrain_trainer import METRICS
-
-        if trainer.is_world_process_zero():
-            if self.checkpoint is None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder.mkdir(parents=True, exist_ok=True)
-            else:
-                complete = set(self.complete_checkpoints().values())
-                for path in self.folder.glob("checkpoints/checkpoint-*"):
-                    if path not in complete:
-                        shutil.rmtree(path, ignore_errors=True)
-                _truncate(self.folder / METRICS, self.step or 0)
-            (self.folder / _RUN).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
-            if self.config.tensorboard:
-                trainer.add_callback(_tensorboard(self.folder, self.step))
-        trainer.accelerator.wait_for_everyone()
-
-    def abandon(self) -> None:
-        """Keep what can be resumed, and nothing else."""
-        if int(os.environ.get("RANK", "0")) == 0 and not self.complete_checkpoints():
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def finish(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        config: RetrainConfig,
-        report: RetrainReport,
-        *,
-        overwrite: bool,
-    ) -> None:
-        """Write the finished checkpoint, and remove the run."""
-        from modify.retrain_trainer import METRICS
-
-        with atomic_directory(self.target, overwrite=overwrite) as folder:
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            shutil.copyfile(self.folder / METRICS, folder / METRICS)
-            if (self.folder / "tensorboard").is_dir():
-                shutil.copytree(self.folder / "tensorboard", folder / "tensorboard")
-            summary = {"config": config.to_dict()} | report.to_dict()
-            del summary["history"]  # metrics.jsonl has it
-            (folder / REPORT).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(self.folder, ignore_errors=True)
+def _summary(config: RetrainConfig, report: RetrainReport) -> str:
+    summary = {"config": config.to_dict()} | report.to_dict()
+    del summary["history"]  # metrics.jsonl has it
+    return json.dumps(summary, indent=2) + "\n"
 
 
 def _check_packages(config: RetrainConfig) -> None:
@@ -305,13 +214,17 @@ def _check_packages(config: RetrainConfig) -> None:
         )
 
 
-def _check_dtype(model: PreTrainedModel) -> None:
+def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: small updates would be lost; load "
                 "the model with dtype=torch.float32, and use precision='bf16' for speed"
             )
+    if config.gradient_checkpointing and not any(
+        hasattr(module, "gradient_checkpointing") for module in model.modules()
+    ):
+        raise ConfigError("gradient_checkpointing: the blocks of this model do not support it; turn it off")
 
 
 def _split(rows: PackedDataset, config: RetrainConfig) -> tuple[Tensor, Subset[dict[str, Tensor]]]:
@@ -327,42 +240,3 @@ def _split(rows: PackedDataset, config: RetrainConfig) -> tuple[Tensor, Subset[d
             "give more text, or a smaller length or batch_size"
         )
     return rows.rows[sorted(held) or [count - 1]], Subset(rows, training)
-
-
-def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:
-    """What must be the same for a run to be continued, besides the options."""
-    shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
-    described: dict[str, Any] = {"shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
-    if isinstance(model, MoDForCausalLM):
-        described["mod_config"] = model.mod_config.to_dict()
-    digest = hashlib.sha256(rows.rows.numpy().tobytes()).hexdigest()
-    return {"model": described, "data": {"rows": len(rows), "length": rows.length, "sha256": digest}}
-
-
-def _leave_training(model: PreTrainedModel, config: RetrainConfig) -> None:
-    """Leave the model as it is used: evaluation mode, its own capacities, no gradients."""
-    if isinstance(model, MoDForCausalLM):
-        model.set_capacities(None)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_disable()
-    model.zero_grad(set_to_none=True)
-    model.eval()
-
-
-def _truncate(metrics: Path, step: int) -> None:
-    """Drop the entries after `step`, and a last line that was cut."""
-    kept = []
-    with suppress(FileNotFoundError):
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-    metrics.write_text("".join(kept), encoding="utf-8")
-
-
-def _tensorboard(folder: Path, step: int | None) -> TrainerCallback:
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    purge = None if step is None else step + 1
-    return TensorBoardCallback(SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from modify.evaluation import Progress, run_rows
+from modify.evaluation import Progress, predictor_threshold, run_rows
 from modify.modeling import MoDForCausalLM, Routing
 from modify.ops.routing import BlockRouting, capacity_tokens
 
@@ -20,10 +20,10 @@ def calibrate_thresholds(
     """Set every predictor's `threshold` so that the share of `rows`' tokens selected equals the block's capacity.
 
     Binary cross-entropy makes "logit above 0" mean "more likely than not in the top-k"; where a predictor is unsure,
-    that selects fewer tokens than the capacity (or more), and the model would be run otherwise than it was trained. So the
-    threshold is the quantile of the logits above which `k` tokens per row lie on average, the always selected first
-    tokens counted. Two passes: one over the hidden states of top-k routing, one over those that the predictors then
-    produce, since a block's input depends on what earlier blocks ran.
+    that selects fewer tokens than the capacity (or more), and the model would run otherwise than it was trained to.
+    So the threshold is the quantile of the logits above which `k` tokens per row lie on average, the always selected
+    first tokens counted. Two passes: one over the hidden states of top-k routing, one over those that the predictors
+    then produce, since a block's input depends on what earlier blocks ran.
 
     Args:
         model: its predictors' `threshold` buffers are set.
@@ -50,10 +50,8 @@ def calibrate_thresholds(
 
         run_rows(model, rows, routing, batch_size, report, observe)
         for index, logits in seen.items():
-            threshold = quantile_threshold(
-                torch.cat(logits), capacities[index], model.mod_config.keep_first
-            )
-            model.get_submodule(f"predictors.{index}").threshold.fill_(threshold)
+            threshold = quantile_threshold(torch.cat(logits), capacities[index], model.mod_config.keep_first)
+            predictor_threshold(model, index).fill_(threshold)
             thresholds[index] = threshold
     return thresholds
 

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Not `accelerate`: transformers' PreTrainedModel imports it wherever it is installed.
 HEAVY = {
-    "accelerate",
     "datasets",
     "matplotlib",
     "onnx",
     "onnxruntime",
     "onnxscript",
     "peft",
+    "tensorboard",
     "tensorrt",
     "tensorrt_rtx",
     "torch_tensorrt",

@@ -1,0 +1,67 @@
+"""Options of retraining: checks, annealing, what a resumed run may change."""
+
+from __future__ import annotations
+
+import pytest
+
+from modify import RetrainConfig
+from modify.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0),
+        ("length", 1),
+        ("batch_size", 2.5),
+        ("gradient_accumulation", True),
+        ("learning_rate", -1e-4),
+        ("router_learning_rate", float("nan")),
+        ("predictor_loss_weight", "1"),
+        ("weight_decay", float("inf")),
+        ("warmup", 201),
+        ("anneal_steps", 201),
+        ("schedule", "step"),
+        ("precision", "fp16"),
+        ("gradient_checkpointing", 1),
+        ("seed", -1),
+        ("save_every", -1),
+        ("log_every", 0),
+        ("eval_every", -1),
+        ("calibration_rows", 0),
+        ("max_grad_norm", -1.0),
+        ("tensorboard", "yes"),
+    ],
+)
+def test_bad_options_are_named(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        RetrainConfig(**{"steps": 200, option: value})
+
+
+def test_json_round_trip() -> None:
+    config = RetrainConfig(steps=7, warmup=3, anneal_steps=5, precision="bf16")
+    assert RetrainConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="unknown option stepz"):
+        RetrainConfig.from_dict({"stepz": 3})
+
+
+def test_annealing_is_a_cosine_of_the_global_step() -> None:
+    config = RetrainConfig(steps=20, anneal_steps=8)
+    assert config.capacity_at(0, 0.25) == 1.0
+    assert config.capacity_at(4, 0.25) == pytest.approx(0.625)
+    assert config.capacity_at(2, 0.25) == pytest.approx(0.25 + 0.75 * (0.5 + 0.5 * 2**-0.5))
+    assert [config.capacity_at(step, 0.25) for step in (8, 9, 1000)] == [0.25] * 3
+    values = [config.capacity_at(step, 0.25) for step in range(9)]
+    assert values == sorted(values, reverse=True)
+    assert RetrainConfig(steps=20, anneal_steps=0).capacity_at(0, 0.25) == 0.25
+
+
+def test_a_resumed_run_may_change_only_what_changes_no_number() -> None:
+    started = RetrainConfig(steps=10, warmup=2).to_dict()
+    RetrainConfig(
+        steps=10, warmup=2, save_every=3, log_every=7, eval_every=2, tensorboard=True
+    ).refuse_difference(started, "run")
+    for option, value in [("learning_rate", 1e-5), ("seed", 1), ("batch_size", 2), ("anneal_steps", 1)]:
+        config = RetrainConfig.from_dict(started | {option: value})
+        with pytest.raises(ConfigError, match=f"^{option} is {value}, but run was started with {option}="):
+            config.refuse_difference(started, "run")
