@@ -95,7 +95,9 @@ def test_a_rounded_score_that_selects_another_token_passes_and_is_counted(graph:
 
 
 def test_wrong_scores_fail(graph: fx.GraphModule) -> None:
-    with pytest.raises(ExportError, match=r"not because of near-ties in the selection.*and the scores by 0.0"):
+    with pytest.raises(
+        ExportError, match=r"not because of near-ties in the selection.*and the scores by 0.0"
+    ):
         Runtime(graph, later_first(0.05)).check()
 
 
