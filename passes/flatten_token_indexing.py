@@ -41,7 +41,9 @@ class FlattenTokenIndexing(GraphPass):
         def rows_of(tokens: fx.Node, x: fx.Node, anchor: fx.Node) -> fx.Node:
             key = (tokens, expression(x.meta["val"].shape[0]) == 1)
             if key not in rows:
-                rows[key] = Builder(graph_module, anchor, self.name).function(flatten_selection, tokens, x)
+                name = f"{tokens.name}_rows" if key[1] else f"{tokens.name}_batch_rows"
+                build = Builder(graph_module, anchor, self.name)
+                rows[key] = build.function(flatten_selection, tokens, x, name=name)
             return rows[key]
 
         for node in [*calls_of(graph, gather_tokens), *calls_of(graph, merge_tokens)]:
@@ -49,16 +51,11 @@ class FlattenTokenIndexing(GraphPass):
             if node.target is gather_tokens and (rest or not _has_batch(x.meta["val"], batch)):
                 continue
             index = rows_of(tokens, x, node)
-            build = Builder(graph_module, node, self.name)
             if node.target is gather_tokens:
-                new = build.function(gather_rows, x, index, tokens)
+                node.target, node.args = gather_rows, (x, index, tokens)
             else:
-                new = build.function(merge_rows, x, index, tokens, *rest)
-            node.replace_all_uses_with(new)
-            for user in new.users:
-                if user.meta.get("hidden") is node:
-                    user.meta["hidden"] = new
-            graph.erase_node(node)
+                node.target, node.args = merge_rows, (x, index, tokens, *rest)
+            node.meta["made_by"] = self.name
             modified = True
         return GraphPassResult(graph_module, modified)
 

@@ -24,6 +24,7 @@ from modify.passes.base import (
     placeholder,
     routing_of,
 )
+from modify.passes.classify_masks import is_square
 from modify.passes.evaluation import CannotEvaluate, evaluate
 
 
@@ -122,12 +123,13 @@ class InsertRouters(GraphPass):
 
         def gather(argument: fx.Node) -> fx.Node:
             if argument not in gathered:
-                gathered[argument] = _gather(build, argument, tokens, length)
+                name = f"{'mask' if is_square(argument, length) else argument.name}_at_{index}"
+                gathered[argument] = _gather(build, argument, tokens, length, name)
             return gathered[argument]
 
         output = next((user for user in block.users if user.target is operator.getitem), block)
         build_after = Builder(graph_module, output.next, self.name)
-        selected = build_after.function(gather_tokens, scores, tokens)
+        selected = build_after.function(gather_tokens, scores, tokens, name=f"scores_at_{index}")
         gate = build_after.module(f"gates.{index}", selected, name=f"gate_{index}")
         users = [user for user in output.users if user is not block]
         block.args, block.kwargs = fx.map_arg(block.args, gather), fx.map_arg(block.kwargs, gather)
@@ -245,15 +247,15 @@ def _mask_problem(graph_module: fx.GraphModule, mask: fx.Node) -> str | None:
     return None
 
 
-def _gather(build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Expr) -> fx.Node:
+def _gather(build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Expr, name: str) -> fx.Node:
     if not isinstance(argument.meta["val"], Tensor) and argument.target is not causal_mask:
         return argument
     if argument.target is causal_mask:
         padding, ids, *rest = argument.args
-        return build.function(token_mask, tokens, padding, ids, *rest)
+        return build.function(token_mask, tokens, padding, ids, *rest, name=name)
     dims = _sequence_dims(argument, length)
     if not dims:
         return argument
     if len(dims) == 2:
-        return build.function(gather_mask, argument, tokens)
-    return build.function(gather_tokens, argument, tokens, *(dims if dims != [1] else []))
+        return build.function(gather_mask, argument, tokens, name=name)
+    return build.function(gather_tokens, argument, tokens, *(dims if dims != [1] else []), name=name)
