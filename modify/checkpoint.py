@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -231,8 +232,9 @@ def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrai
         )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(cause)}") from error
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{path} is an encoder-decoder model ({config.model_type}); only decoder-only language models can be converted"

@@ -325,7 +325,12 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         assert weights is not None
         try:
             dense, info = AutoModelForCausalLM.from_pretrained(
-                path, *args, config=config.dense_config, output_loading_info=True, **kwargs
+                path,
+                *args,
+                config=config.dense_config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **kwargs,
             )
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path}: the dense weights cannot be read: {first_line(error)}") from error
