@@ -33,6 +33,8 @@ class BenchReport:
         warmup: runs of each model before the first that is timed.
         dense_ms: milliseconds of each dense run.
         mod_ms: milliseconds of each Mixture-of-Depths run; run `i` of both are neighbours in time.
+        dense_cpu_ms: processor time of each dense run, all threads together: steadier where other programs run.
+        mod_cpu_ms: the same of each Mixture-of-Depths run.
         dense_flops: floating-point operations of a dense run, every attention pair counted.
         mod_flops: the same of a Mixture-of-Depths run.
         dense_causal_flops: floating-point operations of a dense run, only pairs that causal attention uses counted.
@@ -47,6 +49,8 @@ class BenchReport:
     warmup: int
     dense_ms: tuple[float, ...]
     mod_ms: tuple[float, ...]
+    dense_cpu_ms: tuple[float, ...]
+    mod_cpu_ms: tuple[float, ...]
     dense_flops: int
     mod_flops: int
     dense_causal_flops: int
@@ -73,6 +77,11 @@ class BenchReport:
         return tuple(dense / mod for dense, mod in zip(self.dense_ms, self.mod_ms, strict=True))
 
     @property
+    def cpu_speedup(self) -> float:
+        """Ratio of the medians of processor time."""
+        return statistics.median(self.dense_cpu_ms) / statistics.median(self.mod_cpu_ms)
+
+    @property
     def flop_limit(self) -> float:
         """The speed-up if time went with floating-point operations."""
         return self.dense_flops / self.mod_flops
@@ -89,6 +98,7 @@ class BenchReport:
             "mod_median_ms",
             "speedup",
             "pair_speedups",
+            "cpu_speedup",
             "flop_limit",
             "causal_flop_limit",
         )
@@ -127,9 +137,7 @@ def bench(
                 f"{dense} and {mod} cannot be compared: {name} is {getattr(first, name)} and {getattr(second, name)}"
             )
     feeds = _feeds(engines[0])
-    dense_ms, mod_ms = _in_turns(
-        lambda: engines[0].run(feeds), lambda: engines[1].run(feeds), runs, warmup, progress
-    )
+    times = _in_turns(lambda: engines[0].run(feeds), lambda: engines[1].run(feeds), runs, warmup, progress)
     return BenchReport(
         runtime="onnxruntime",
         device=", ".join(engines[0].providers),
@@ -137,8 +145,7 @@ def bench(
         length=first.length,
         threads=threads,
         warmup=warmup,
-        dense_ms=dense_ms,
-        mod_ms=mod_ms,
+        **times,
         dense_flops=first.flops,
         mod_flops=second.flops,
         dense_causal_flops=first.causal_flops,
@@ -199,7 +206,7 @@ def bench_eager(
     try:
         torch.set_num_threads(threads or before)
         with evaluation_mode(dense), evaluation_mode(mod), torch.inference_mode():
-            dense_ms, mod_ms = _in_turns(call(dense), call(mod), runs, warmup, progress)
+            times = _in_turns(call(dense), call(mod), runs, warmup, progress)
     finally:
         torch.set_num_threads(before)
     flops = {
@@ -214,8 +221,7 @@ def bench_eager(
         length=length,
         threads=threads,
         warmup=warmup,
-        dense_ms=dense_ms,
-        mod_ms=mod_ms,
+        **times,
         dense_flops=flops[dense, False],
         mod_flops=flops[mod, False],
         dense_causal_flops=flops[dense, True],
@@ -242,17 +248,20 @@ def _in_turns(
     runs: int,
     warmup: int,
     progress: Progress | None,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+) -> dict[str, tuple[float, ...]]:
     """Time both, in pairs; every second pair the other way round, so that neither always runs in a warm cache."""
     if runs < 1 or warmup < 0:
         raise ExportError(f"runs must be at least 1 and warmup at least 0, got {runs} and {warmup}")
-    times: tuple[list[float], list[float]] = ([], [])
+    times: dict[str, list[float]] = {"dense_ms": [], "mod_ms": [], "dense_cpu_ms": [], "mod_cpu_ms": []}
     for pair in range(-warmup, runs):
-        for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            start = time.perf_counter()
-            (dense, mod)[which]()
+        order = [("dense", dense), ("mod", mod)]
+        for name, run in order if pair % 2 == 0 else reversed(order):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            run()
+            end, cpu_end = time.perf_counter(), time.process_time()
             if pair >= 0:
-                times[which].append((time.perf_counter() - start) * 1e3)
+                times[f"{name}_ms"].append((end - start) * 1e3)
+                times[f"{name}_cpu_ms"].append((cpu_end - cpu_start) * 1e3)
         if progress is not None:
             progress(pair + warmup + 1, runs + warmup)
-    return tuple(times[0]), tuple(times[1])
+    return {name: tuple(values) for name, values in times.items()}

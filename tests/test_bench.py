@@ -43,6 +43,8 @@ def report(**changes: object) -> BenchReport:
         "warmup": 1,
         "dense_ms": (10.0, 12.0, 11.0),
         "mod_ms": (5.0, 8.0, 5.5),
+        "dense_cpu_ms": (18.0, 18.0, 30.0),
+        "mod_cpu_ms": (9.0, 8.0, 12.0),
         "dense_flops": 300,
         "mod_flops": 150,
         "dense_causal_flops": 200,
@@ -57,6 +59,7 @@ def test_derived_values() -> None:
     assert measured.mod_median_ms == 5.5
     assert measured.speedup == 2.0
     assert measured.pair_speedups == (2.0, 1.5, 2.0)
+    assert measured.cpu_speedup == 2.0
     assert measured.flop_limit == 2.0
     assert measured.causal_flop_limit == 1.6
     values = json.loads(json.dumps(measured.to_dict()))
@@ -75,7 +78,12 @@ def test_runs_in_turns() -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     assert order == ["mod", "dense", "dense", "mod", "mod", "dense", "dense", "mod"]
-    assert [len(part) for part in times] == [3, 3]
+    assert {name: len(part) for name, part in times.items()} == {
+        "dense_ms": 3,
+        "mod_ms": 3,
+        "dense_cpu_ms": 3,
+        "mod_cpu_ms": 3,
+    }
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     with pytest.raises(ExportError, match="runs must be at least 1"):
         benchmark._in_turns(lambda: None, lambda: None, 0, 1, None)
