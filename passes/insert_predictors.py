@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from modify.ops.modules import Predictor, RouterAsPredictor
-from modify.ops.routing import BlockRouting
+from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.passes.base import Builder, GraphPass, GraphPassResult, routing_of, value_of
 from modify.passes.insert_routers import module_device
 
@@ -51,6 +51,9 @@ class InsertPredictors(GraphPass):
                 route.args = (scores, selection, logits)
                 route.meta["val"] = BlockRouting(*value_of(route.args))
                 modified = True
+        if modified:
+            routed_output = graph_module.graph.output_node().args[0]
+            routed_output.meta["val"] = RoutedOutput(*value_of(routed_output.args))
         return GraphPassResult(graph_module, modified)
 
     def _insert(self, graph_module: fx.GraphModule, index: int, scores: fx.Node) -> fx.Node:

@@ -27,8 +27,13 @@ class StripTrainingOutputs(GraphPass):
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
-        output = graph_module.graph.output_node()
-        if not routing_of(graph_module.graph):
+        graph = graph_module.graph
+        output = graph.output_node()
+        routing = routing_of(graph)
+        if not routing:
             return GraphPassResult(graph_module, False)
-        output.args = (output.args[0].args[0],)
+        routed_output = output.args[0]
+        output.args = (routed_output.args[0],)
+        for node in (routed_output, *routing.values()):
+            graph.erase_node(node)
         return GraphPassResult(graph_module, True)
