@@ -107,9 +107,10 @@ class RetrainConfig:
         for name in ("gradient_checkpointing", "tensorboard"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("warmup", "anneal_steps"):
-            if getattr(self, name) > self.steps:
-                raise ConfigError(f"{name}={getattr(self, name)} exceeds the {self.steps} steps of the run")
+        if self.anneal_steps > self.steps:
+            raise ConfigError(
+                f"anneal_steps={self.anneal_steps} exceeds steps={self.steps}: the run would end above its capacity"
+            )
 
     def capacity_at(self, step: int, capacity: float) -> float:
         """Return the annealed capacity of a block during 0-based global step `step`.

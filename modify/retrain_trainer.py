@@ -115,7 +115,7 @@ class MoDTrainer(Trainer):
         """Also count what the losses of the step are means over: targets and real tokens, of all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [(int((b["labels"][:, 1:] != -100).sum()), real_tokens(b)) for b in batches]
-        local = torch.tensor(counts, dtype=torch.float32, device=device).sum(dim=0)
+        local = torch.tensor(counts, dtype=torch.float32, device=device).view(-1, 2).sum(dim=0)
         self._step_targets, self._step_tokens = self.accelerator.reduce(local, reduction="sum")
         return batches, items
 
@@ -178,11 +178,12 @@ class MoDTrainer(Trainer):
             self._sums = {}
             logs.update(self._schedule_values())
             logs["tokens_per_second"] = (self.tokens_at(step) - self.tokens_at(step - steps)) / seconds
-            if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
-                raise ModifyError(
-                    f"the loss became {logs['loss']} at step {step}; lower learning_rate or "
-                    "router_learning_rate, or lengthen warmup"
-                )
+            for name in ("loss", "grad_norm"):
+                if not math.isfinite(logs.get(name, 0.0)):
+                    raise ModifyError(
+                        f"{name} became {logs[name]} at step {step}; lower learning_rate or router_learning_rate, or "
+                        "lengthen warmup"
+                    )
         super().log(logs, start_time)
 
     def _schedule_values(self) -> dict[str, float]:
@@ -259,6 +260,8 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         remove_unused_columns=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=torch.accelerator.current_accelerator()
+        is None,  # else two CPU processes would not find each other
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: one process each, never DataParallel's threads
     return arguments

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from toy import toy_dense, toy_model, toy_rows
@@ -64,7 +63,7 @@ def test_it_learns(tmp_path: Path) -> None:
     before = modify.evaluate(model, held_out, batch_size=8)
     entries: list[dict[str, Any]] = []
     config = options(
-        steps=60, batch_size=16, learning_rate=1e-2, anneal_steps=20, log_every=5, calibration_rows=32
+        steps=40, batch_size=16, learning_rate=1e-2, anneal_steps=10, log_every=5, calibration_rows=32
     )
     report = modify.retrain(
         model, rows, config=config, output_dir=tmp_path / "out", eval_data=held_out, progress=entries.append
@@ -81,18 +80,16 @@ def test_it_learns(tmp_path: Path) -> None:
         assert block.share == pytest.approx(0.25, rel=0.2)
     # The log, the file and the hook say the same.
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in lines] == list(range(5, 61, 5))
+    assert [e["step"] for e in lines] == list(range(5, 41, 5))
     assert [{"phase": "train", **e} for e in lines] == [e for e in entries if e["phase"] == "train"]
     assert {e["phase"] for e in entries} == {"train", "calibrate", "evaluate"}
     for name in ("grad_norm", "learning_rate", "router_spread", "gate_change", "tokens_per_second"):
         assert all(math.isfinite(e[name]) for e in lines), name
     assert lines[0]["gate_change"] < lines[-1]["gate_change"]
-    assert lines[0]["capacity"] == pytest.approx(
-        np.mean([config.capacity_at(4, 0.25)]), rel=1e-6
-    )  # of the last step of the window
+    assert lines[0]["capacity"] == pytest.approx(config.capacity_at(4, 0.25))  # of the window's last step
     assert lines[-1]["capacity"] == 0.25
     assert lines[-1]["router_learning_rate"] == pytest.approx(lines[-1]["learning_rate"])
-    assert report.tokens == 60 * 16 * 16
+    assert report.tokens == 40 * 16 * 16
     # The checkpoint holds it all: weights, thresholds.
     assert not (tmp_path / "out.run").exists()
     again = modify.evaluate(modify.load(tmp_path / "out"), held_out, batch_size=16)
@@ -218,7 +215,9 @@ def test_user_errors_leave_nothing_behind(tmp_path: Path) -> None:
         modify.retrain(toy_model().bfloat16(), toy_rows(), config=options(), output_dir=out)
     with pytest.raises(StorageError, match="no unfinished run to resume"):
         modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=out, resume=True)
-    with pytest.raises(ModifyError, match=r"the loss became nan at step \d+; lower learning_rate"):
+    with pytest.raises(
+        ModifyError, match=r"^(loss|grad_norm) became (nan|inf) at step \d+; lower learning_rate"
+    ):
         modify.retrain(toy_model(), toy_rows(), config=options(steps=9, learning_rate=1e30), output_dir=out)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out.run").mkdir()

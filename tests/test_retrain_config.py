@@ -19,7 +19,7 @@ from modify.errors import ConfigError
         ("router_learning_rate", float("nan")),
         ("predictor_loss_weight", "1"),
         ("weight_decay", float("inf")),
-        ("warmup", 201),
+        ("warmup", -1),
         ("anneal_steps", 201),
         ("schedule", "step"),
         ("precision", "fp16"),

@@ -16,10 +16,10 @@ from toy import toy_model, toy_rows
 from transformers import TrainerCallback
 
 import modify
-from modify import RetrainConfig
+from modify import RetrainConfig, RetrainReport
 from modify.errors import ConfigError, StorageError
 
-# Dropout and random routing use the generators, accumulation splits steps, 40 rows make two epochs.
+# Dropout and random routing use the generators, accumulation splits steps, and 36 rows make an epoch of 6 steps.
 CONFIG = RetrainConfig(
     steps=11,
     length=16,
@@ -39,10 +39,10 @@ def model() -> Any:
 
 
 class Kill(TrainerCallback):
-    """SIGKILL in the middle of step 8, after its first forward and backward pass."""
+    """SIGKILL in the middle of step 6, after its first forward and backward pass."""
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 7:
+        if state.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -52,9 +52,30 @@ def losses(folder: Path) -> list[tuple[int, float, float, float, float]]:
     return [tuple(entry[key] for key in keys) for entry in entries]
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RetrainReport:
+    """A run that never stops."""
+    return run_to(tmp_path_factory.mktemp("whole") / "out")
+
+
+def run_to(folder: Path, config: RetrainConfig = CONFIG, rows: int = 40, **options: Any) -> RetrainReport:
+    return modify.retrain(model(), toy_rows(rows), config=config, output_dir=folder, **options)
+
+
+def check_same(resumed: RetrainReport, whole: RetrainReport) -> None:
+    """Equal to the last bit: every logged loss, the thresholds, the weights."""
+    assert losses(Path(resumed.output_dir)) == losses(Path(whole.output_dir))
+    assert [e["loss"] for e in resumed.history] == [e["loss"] for e in whole.history]
+    assert resumed.thresholds == whole.thresholds
+    assert resumed.tokens == whole.tokens
+    a, b = (modify.load(report.output_dir).state_dict() for report in (resumed, whole))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not Path(resumed.output_dir).with_name("out.run").exists()
+
+
+def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
     killed = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "killed")],
+        [sys.executable, __file__, str(tmp_path / "out")],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
@@ -62,53 +83,54 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    run = tmp_path / "killed.run"
-    assert not (tmp_path / "killed").exists()
-    assert [entry[0] for entry in losses(run)] == list(range(1, 8))
-    assert (run / "checkpoints" / "checkpoint-6" / "complete").exists()
-    # One that was being written is passed over.
-    (run / "checkpoints" / "checkpoint-9").mkdir()
+    run = tmp_path / "out.run"
+    assert not (tmp_path / "out").exists()
+    assert [entry[0] for entry in losses(run)] == [1, 2, 3, 4, 5]
+    assert (run / "checkpoints" / "checkpoint-3" / "complete").exists()
+    (run / "checkpoints" / "checkpoint-6").mkdir()  # one that was being written is passed over
 
-    with pytest.raises(StorageError, match="holds an unfinished run at step 6"):
-        modify.retrain(model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "killed")
+    with pytest.raises(StorageError, match="holds an unfinished run at step 3"):
+        run_to(tmp_path / "out")
     changed = RetrainConfig.from_dict(CONFIG.to_dict() | {"learning_rate": 1e-4})
     with pytest.raises(ConfigError, match=r"^learning_rate is 0.0001, but .* with learning_rate=0.001"):
-        modify.retrain(model(), toy_rows(40), config=changed, output_dir=tmp_path / "killed", resume=True)
+        run_to(tmp_path / "out", changed, resume=True)
     with pytest.raises(ConfigError, match="was started with other data"):
-        modify.retrain(model(), toy_rows(41), config=CONFIG, output_dir=tmp_path / "killed", resume=True)
+        run_to(tmp_path / "out", rows=41, resume=True)
     with pytest.raises(ConfigError, match="was started with another model"):
-        modify.retrain(toy_model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "killed", resume=True)
+        modify.retrain(toy_model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "out", resume=True)
 
-    resumed = modify.retrain(
-        model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "killed", resume=True
-    )
-    whole = modify.retrain(model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "whole")
-    assert resumed.resumed_from == 6
-    assert whole.resumed_from is None
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")  # to the last bit
-    assert [e["loss"] for e in resumed.history] == [e["loss"] for e in whole.history]
-    assert resumed.thresholds == whole.thresholds
-    assert resumed.tokens == whole.tokens
-    a, b = (modify.load(tmp_path / name).state_dict() for name in ("killed", "whole"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not run.exists()
+    resumed = run_to(tmp_path / "out", resume=True)
+    assert (resumed.resumed_from, whole.resumed_from) == (3, None)
+    check_same(resumed, whole)
 
 
-def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                raise KeyboardInterrupt
+class Interrupt(TrainerCallback):
+    """Ctrl-C after step 8, in the second epoch."""
 
-    arguments: dict[str, Any] = {"config": CONFIG, "output_dir": tmp_path / "out"}
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 8:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_and_resumed_at_an_epoch(tmp_path: Path, whole: RetrainReport) -> None:
     with pytest.raises(KeyboardInterrupt):
-        modify.retrain(model(), toy_rows(40), callbacks=[Interrupt()], **arguments)
-    assert [p.name for p in (tmp_path / "out.run" / "checkpoints").iterdir()] == ["checkpoint-3"]
-    (tmp_path / "out.run" / "checkpoints" / "checkpoint-3" / "complete").unlink()
-    report = modify.retrain(model(), toy_rows(40), resume=True, **arguments)
-    assert report.resumed_from is None
-    assert [entry[0] for entry in losses(tmp_path / "out")] == list(range(1, 12))
+        run_to(tmp_path / "out", callbacks=[Interrupt()])
+    kept = sorted(path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir())
+    assert kept == ["checkpoint-3", "checkpoint-6"]
+    resumed = run_to(tmp_path / "out", resume=True)
+    assert resumed.resumed_from == 6
+    check_same(resumed, whole)
+
+
+def test_a_run_without_a_complete_checkpoint_starts_again(tmp_path: Path, whole: RetrainReport) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_to(tmp_path / "out", callbacks=[Interrupt()])
+    for path in (tmp_path / "out.run" / "checkpoints").iterdir():
+        (path / "complete").unlink()
+    resumed = run_to(tmp_path / "out", resume=True)
+    assert resumed.resumed_from is None
+    check_same(resumed, whole)
 
 
 if __name__ == "__main__":
-    modify.retrain(model(), toy_rows(40), config=CONFIG, output_dir=sys.argv[1], callbacks=[Kill()])
+    run_to(Path(sys.argv[1]), callbacks=[Kill()])
