@@ -30,13 +30,15 @@ def test_seeded_weights(kind):
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_router_is_a_projection(hidden):
+def test_router_is_a_projection_of_the_normalised_input(hidden):
     router = reset(Router(32))
     with torch.no_grad():
         router.bias.fill_(0.5)
     scores = router(hidden)
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, hidden @ router.weight + 0.5, rtol=0, atol=1e-6)
+    normalised = hidden / hidden.square().mean(dim=-1, keepdim=True).sqrt()
+    torch.testing.assert_close(scores, normalised @ router.weight + 0.5, rtol=0, atol=1e-5)
+    torch.testing.assert_close(router(1000 * hidden), scores, rtol=1e-4, atol=1e-4)
 
 
 def test_router_weights_scale_with_the_width():

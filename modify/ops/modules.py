@@ -8,7 +8,11 @@ from torch.nn import functional
 
 
 class Router(nn.Module):
-    """One scalar per token: a linear projection of the block's input (section 3.4 of the paper).
+    """One scalar per token: a linear projection of the block's normalised input (section 3.4 of the paper).
+
+    The paper projects the residual stream itself, in a model trained from scratch. In a pretrained one its scale grows by
+    orders of magnitude along the blocks (SmolLM2: scores of standard deviation 3 to 140), so that `tanh` and `sigmoid`
+    saturate, no gradient reaches the router, and raw scores are no gate. Normalised, scores start at about 1 everywhere.
 
     Maps hidden states `[B, S, D]` to scores `[B, S]` in float32.
     """
@@ -27,10 +31,9 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return (
-                functional.linear(hidden.float(), self.weight.float().unsqueeze(0)).squeeze(-1)
-                + self.bias.float()
-            )
+            x = hidden.float()
+            x = functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+            return functional.linear(x, self.weight.float().unsqueeze(0)).squeeze(-1) + self.bias.float()
 
 
 class RandomRouter(nn.Module):
