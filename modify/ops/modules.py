@@ -10,9 +10,9 @@ from torch.nn import functional
 class Router(nn.Module):
     """One scalar per token: a linear projection of the block's normalised input (section 3.4 of the paper).
 
-    The paper projects the residual stream itself, in a model trained from scratch. In a pretrained one its scale grows by
-    orders of magnitude along the blocks (SmolLM2: scores of standard deviation 3 to 140), so that `tanh` and `sigmoid`
-    saturate, no gradient reaches the router, and raw scores are no gate. Normalised, scores start at about 1 everywhere.
+    The paper projects the residual stream itself, in a model trained from scratch. In a pretrained one its scale grows
+    by orders of magnitude along the blocks (SmolLM2: scores of standard deviation 3 to 140), so that `tanh` and
+    `sigmoid` saturate, no gradient reaches the router, and raw scores are no gate. Normalised, scores start at about 1.
 
     Maps hidden states `[B, S, D]` to scores `[B, S]` in float32.
     """
