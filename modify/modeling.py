@@ -161,9 +161,8 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def capacities(self) -> dict[int, float]:
         """Each routed block's capacity as converted, by block index."""
-        routed = self._graphs["topk"].meta["conversion_record"]
-        unroutable = {index for index, _ in routed.unroutable}
-        return {index: capacity for index, capacity in routed.layers if index not in unroutable}
+        routers = dict(self.get_submodule("routers").named_children())  # not of blocks that had to stay dense
+        return {index: capacity for index, capacity in self.conversion_record.layers if str(index) in routers}
 
     def set_capacities(self, capacities: Mapping[int, float] | None) -> None:
         """Let top-k routing run at other capacities (annealing); None restores those of the conversion."""
