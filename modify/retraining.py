@@ -16,12 +16,12 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from modify.data import PackedDataset
-from modify.errors import ConfigError, DataError, ModifyError
+from modify.errors import ConfigError, DataError, ModifyError, StorageError
 from modify.evaluation import Metrics, evaluate, find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import RetrainConfig
 from modify.retrain_run import Run
-from modify.storage import check_target
+from modify.storage import check_target, is_no_space
 from modify.thresholds import calibrate_thresholds
 
 if TYPE_CHECKING:
@@ -155,8 +155,13 @@ def retrain(
         if is_main:
             run.finish(model, tokenizer, {REPORT: _summary(config, result)}, overwrite=overwrite)
         trainer.accelerator.wait_for_everyone()
-    except BaseException:
+    except BaseException as error:
         run.abandon()
+        if isinstance(error, Exception) and not isinstance(error, ModifyError) and is_no_space(error):
+            raise StorageError(
+                f"no space left on the device while writing {run.folder}; free some and resume, if a checkpoint is "
+                "there, or set a larger save_every"
+            ) from error
         raise
     model.name_or_path = str(target)
     return result

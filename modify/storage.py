@@ -53,6 +53,17 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
                     parent.rmdir()
 
 
+def is_no_space(error: Exception) -> bool:
+    """Whether `error` means a full disk, in whatever words a library puts it."""
+    text = str(error)
+    words = (
+        f"(os error {errno.ENOSPC})",
+        os.strerror(errno.ENOSPC),
+        "file write failed",
+    )  # the last is torch.save's
+    return getattr(error, "errno", None) in _NO_SPACE or any(word in text for word in words)
+
+
 def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Hard-link a file, or copy it where the file system cannot link; symbolic links are followed."""
     real = os.path.realpath(source)
@@ -117,8 +128,7 @@ def _storage_errors(target: Path, temporary: Path) -> Iterator[None]:
         raise
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        text = str(error)
-        if number in _NO_SPACE or f"(os error {errno.ENOSPC})" in text or os.strerror(errno.ENOSPC) in text:
+        if is_no_space(error):
             raise StorageError(
                 f"no space left on the device while writing {target}; nothing was kept: "
                 "free some space or choose another output"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,18 @@ def test_user_errors_leave_nothing_behind(tmp_path: Path) -> None:
     out.mkdir()
     with pytest.raises(StorageError, match="already exists"):
         modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=out)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    class Full(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(StorageError, match=r"no space left on the device while writing .*out.run; free some"):
+        modify.retrain(
+            toy_model(), toy_rows(), config=options(), output_dir=tmp_path / "out", callbacks=[Full()]
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupting_leaves_the_model_usable(tmp_path: Path) -> None:
