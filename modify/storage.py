@@ -56,11 +56,8 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
 def is_no_space(error: Exception) -> bool:
     """Whether `error` means a full disk, in whatever words a library puts it."""
     text = str(error)
-    words = (
-        f"(os error {errno.ENOSPC})",
-        os.strerror(errno.ENOSPC),
-        "file write failed",
-    )  # the last is torch.save's
+    # The last two are torch.save's.
+    words = (f"(os error {errno.ENOSPC})", os.strerror(errno.ENOSPC), "file write failed", "unexpected pos")
     return getattr(error, "errno", None) in _NO_SPACE or any(word in text for word in words)
 
 
