@@ -3,8 +3,8 @@
     python benchmarks/conversion.py --checkpoint DIR            # capture and convert a real checkpoint
     python benchmarks/conversion.py --synthetic-gb 8            # peak memory of `modify convert` above its imports
 
-Every figure is the median of `--runs` runs, each in a process of its own. The synthetic checkpoint holds bfloat16 shards of
-zeros in the shape of a Llama with as many blocks as the size asks for; it is written once and removed at the end.
+Every figure is the median of `--runs` runs, each in a process of its own. The synthetic checkpoint holds bfloat16
+shards of zeros in the shape of a Llama with as many blocks as the size asks for; it is removed at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ print(json.dumps({
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path, help="a dense Hugging Face directory")
     parser.add_argument("--synthetic-gb", type=float, help="size of a synthetic checkpoint")
     parser.add_argument("--runs", type=int, default=3)
@@ -59,8 +61,12 @@ def main() -> None:
         source = options.checkpoint or write_synthetic(Path(scratch) / "dense", options.synthetic_gb)
         runs = [run(source, Path(scratch) / f"mod-{number}") for number in range(options.runs)]
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {"checkpoint_gb": size / 1e9}
-    table = Table("figure", "median", title=f"Conversion ({options.runs} runs, {torch.get_num_threads()} threads)")
+    figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {
+        "checkpoint_gb": size / 1e9
+    }
+    table = Table(
+        "figure", "median", title=f"Conversion ({options.runs} runs, {torch.get_num_threads()} threads)"
+    )
     for key, value in figures.items():
         table.add_row(key, f"{value:,.2f}")
     Console().print(table)
@@ -70,7 +76,10 @@ def main() -> None:
 
 def run(source: Path, output: Path) -> dict[str, float]:
     child = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(source), str(output)], check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CHILD, str(source), str(output)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -111,7 +120,9 @@ def write_synthetic(directory: Path, gigabytes: float) -> Path:
     weight_map = {}
     for number, shard in enumerate(shards):
         name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        save_file({key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shard.items()}, directory / name)
+        save_file(
+            {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shard.items()}, directory / name
+        )
         weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))

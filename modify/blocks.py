@@ -46,7 +46,7 @@ class OpaqueModule:
 
 
 def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, OpaqueModule]:
-    """Run `model` once, on shapes alone, and return what to keep whole, by qualified name, in the order of first execution.
+    """Run `model` once, on shapes alone, and return what to keep whole, by name, in the order of first execution.
 
     Blocks are the outermost children of module lists that map a `[B, S, ..]` hidden state to the same shape. Sibling
     lists count together (hybrid stacks). Leaves are childless modules outside the blocks whose output shape follows
@@ -117,7 +117,7 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
 
 
 class GroupedMatmulShapes(TorchFunctionMode):
-    """Gives mixture-of-experts blocks a shape function in every dtype: torch's own for `grouped_mm` takes bfloat16 only."""
+    """Gives `grouped_mm` a shape function in every dtype for mixtures of experts; torch's own takes bfloat16 only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "grouped_mm" in getattr(func, "__name__", "") and args[0].dim() == 2 and args[1].dim() == 3:
@@ -157,7 +157,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _hidden_index(args: Any, kwargs: Any) -> int | None:
-    """Index, among the tensor leaves, of the first float tensor with a batch, a sequence and a last dimension, in this order."""
+    """Index, among the tensor leaves, of the first float tensor of shape `[.., B, S, ..]`."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     for index, tensor in enumerate(tensors):
         if tensor.is_floating_point() and (PROBE_BATCH, PROBE_LENGTH) in zip(

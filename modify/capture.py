@@ -93,7 +93,7 @@ def capture(model: nn.Module) -> fx.GraphModule:
     """Capture `model` as a graph of embedding, positions, decoder blocks, final norm and head.
 
     Blocks and leaf modules are the original modules, called by `call_module`; parameters keep their names. Every tensor
-    node carries its symbolic shape in `meta["val"]`, and a block's node has `meta["block"]`, its index among the blocks.
+    node carries its symbolic shape in `meta["val"]`, and a block's node has its index in `meta["block"]`.
     Block parameters may be on the meta device. The graph holds for `model`'s device.
 
     Args:
@@ -216,8 +216,8 @@ def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, st
         other = owners.setdefault(id(value), name)
         if other != name:
             raise CaptureError(
-                f"blocks {other} and {name} share a mutable object ({label}: {type(value).__name__}), through which they "
-                "exchange values that no graph shows (such as keys and values shared across blocks)"
+                f"blocks {other} and {name} share a mutable object ({label}: {type(value).__name__}), through which "
+                "they exchange values that no graph shows (such as keys and values shared across blocks)"
             )
 
 

@@ -1,9 +1,10 @@
 """Converting checkpoints on disk: from a Hugging Face directory or a `.gguf` file to a converted directory.
 
-The dense weights are never loaded and never rewritten: the graph is built with parameters on the meta device, the shards are
-hard-linked (or copied), and routers, predictors and gates go into one extra file, `mod.safetensors`, beside them. That file is not
-listed in the shards' index, so that transformers reads the dense weights of a converted directory exactly as it reads the
-dense model's, with everything it knows about them (renamed and fused tensors, quantisation, device maps).
+The dense weights are never loaded and never rewritten: the graph is built with parameters on the meta device, the
+shards are hard-linked (or copied), and routers, predictors and gates go into one extra file, `mod.safetensors`, beside
+them. That file is not listed in the shards' index, so that transformers reads the dense weights of a converted
+directory exactly as it reads the dense model's, with everything it knows about them (renamed and fused tensors,
+quantisation, device maps).
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Convert a dense checkpoint on disk.
 
-    Memory use does not grow with the checkpoint: weights stay on disk, and blocks are checked one at a time, with random
-    weights, since what the compaction check tells does not depend on the weights. A `.gguf` file is first unpacked, which takes
-    its model's memory in float32.
+    Memory use does not grow with the checkpoint: weights stay on disk, and blocks are checked one at a time, with
+    random weights, since what the compaction check tells does not depend on the weights. A `.gguf` file is first
+    unpacked, which takes its model's memory in float32.
 
     Args:
         source: a Hugging Face directory with safetensors weights (sharded or not), or a `.gguf` file.
@@ -218,7 +219,7 @@ def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrai
     """Read the config of a dense decoder-only model.
 
     Raises:
-        CheckpointError: there is none, it is no decoder-only model, it is converted already, or it needs code of its own.
+        CheckpointError: there is none, it is no decoder-only model, is converted already, or needs code of its own.
     """
     values = _config_json(path)
     if values.get("model_type") == MoDModelConfig.model_type:
@@ -237,7 +238,8 @@ def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrai
         raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(cause)}") from error
     if config.is_encoder_decoder:
         raise CheckpointError(
-            f"{path} is an encoder-decoder model ({config.model_type}); only decoder-only language models can be converted"
+            f"{path} is an encoder-decoder model ({config.model_type}); "
+            "only decoder-only language models can be converted"
         )
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The compaction check: does a block, given only the selected tokens, compute what it computes for them in the full sequence?
+"""The compaction check: does a block, given only some tokens, compute what it computes for them in the full sequence?
 
-Identity at capacity 1.0 cannot see a block whose inside depends on positions that the graph does not show (a local window,
-an ALiBi slice, a convolution, a token indexer). This check can (design, section 3).
+Identity at capacity 1.0 cannot see a block whose inside depends on positions that the graph does not show (a local
+window, an ALiBi slice, a convolution, a token indexer). This check can (design, section 3).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def check_blocks(
     """Compare every routed block on its gathered tokens with those tokens' rows of the block on the full sequence.
 
     In the full run the unselected keys are hidden from every attention (`scaled_dot_product_attention`, or a softmax
-    over the sequence). Inputs are random hidden states. The routed side runs through the very nodes of the converted graph, with a
-    selection that has fill-up slots. A block on the meta device gets random weights: what the check tells does not depend on
-    them. Low-precision blocks are checked in float32.
+    over the sequence). Inputs are random hidden states. The routed side runs through the very nodes of the converted
+    graph, with a selection that has fill-up slots. A block on the meta device gets random weights: what the check tells
+    does not depend on them. Low-precision blocks are checked in float32.
 
     Args:
         captured: the dense graph, from `modify.capture`.
@@ -150,8 +150,8 @@ def _check(
     if not error <= _TOLERANCE:
         return BlockCheck(
             block=index,
-            failure=f"compaction check failed: on gathered tokens it differs by {error:.1e} of its update from the full "
-            "run, so something inside the block depends on the positions of tokens",
+            failure=f"compaction check failed: on gathered tokens it differs by {error:.1e} of its update from the "
+            "full run, so something inside the block depends on the positions of tokens",
             error=error,
         )
     return BlockCheck(block=index, failure=None, error=error)
@@ -273,7 +273,7 @@ def _block_arguments(
 
 
 class _HideUnselectedKeys(TorchFunctionMode):
-    """Hides the unselected tokens' keys from every attention over the sequence, and notes selection of tokens inside."""
+    """Hides the unselected tokens' keys from every attention over the sequence, and notes token selection inside."""
 
     def __init__(self, selection: Selection, length: int) -> None:
         super().__init__()

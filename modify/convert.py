@@ -60,10 +60,10 @@ def convert(
         progress: called with (blocks checked, blocks to check).
 
     Returns:
-        A GraphModule called as `graph(input_ids, attention_mask=None)`, with `[B, S]` token ids and a `[B, S]` padding mask,
-        non-zero for real tokens. It returns a `RoutedOutput` with `.logits`, `[B, S, V]`, and `.routing`. At capacity 1.0 with
-        the `tanh` gate the logits equal the dense model's bit for bit. `meta["dense_graph"]` is the captured dense graph,
-        `meta["mod_config"]` the config and `meta["conversion_record"]` a `ConversionRecord`.
+        A GraphModule called as `graph(input_ids, attention_mask=None)`, with `[B, S]` token ids and a `[B, S]` padding
+        mask, non-zero for real tokens. It returns a `RoutedOutput` with `.logits`, `[B, S, V]`, and `.routing`. At
+        capacity 1.0 with the `tanh` gate the logits equal the dense model's bit for bit. `meta["dense_graph"]` is the
+        captured dense graph, `meta["mod_config"]` the config and `meta["conversion_record"]` a `ConversionRecord`.
 
     Raises:
         CaptureError: the model cannot be captured.

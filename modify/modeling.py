@@ -299,8 +299,8 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         The dense weights are loaded by transformers as it loads the dense model, the rest strictly by name.
 
         Raises:
-            CheckpointError: the directory is no converted checkpoint, a file is damaged, or tensors are missing, unexpected or
-                misshaped; the message names them.
+            CheckpointError: the directory is no converted checkpoint, a file is damaged, or tensors are missing,
+                unexpected or misshaped; the message names them.
         """
         path = os.fspath(pretrained_model_name_or_path)
         hub = {
@@ -313,7 +313,8 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             config = _read_config(path, hub)
         if not isinstance(config, MoDModelConfig):
             raise CheckpointError(
-                f"{path} is a dense {config.model_type} checkpoint, not a Mixture-of-Depths one; run modify convert on it first"
+                f"{path} is a dense {config.model_type} checkpoint, not a Mixture-of-Depths one; "
+                "run modify convert on it first"
             )
         try:
             weights = cached_file(path, MOD_WEIGHTS, **hub)

@@ -131,7 +131,7 @@ DANGEROUS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def tiny_model(name: str, **kwargs: object) -> PreTrainedModel:
-    """Return the tiny model of a family with reproducible random weights, norms and biases included, in evaluation mode."""
+    """Return a family's tiny model in evaluation mode, with reproducible random weights, norms and biases included."""
     torch.manual_seed(0)
     config = (FAMILIES | DANGEROUS)[name]()
     model = AutoModelForCausalLM.from_config(config, **kwargs).eval()

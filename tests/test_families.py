@@ -1,4 +1,4 @@
-"""The two oracles on every architecture: capacity 1.0 is the dense model bit for bit, and routed blocks compute what they should."""
+"""The two oracles on every architecture: capacity 1.0 is the dense model, and routed blocks compute what they should."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_predictor_routing_is_causal_and_keeps_samples_apart(dense, routed):
     changed[:, 15:] = (changed[:, 15:] + 7) % VOCABULARY
     neighbours = ids.clone()
     neighbours[1:] = (neighbours[1:] + 11) % VOCABULARY
-    # A mixture of experts multiplies all tokens of an expert at once: even the dense model's rounding depends on the others.
+    # A mixture of experts multiplies all tokens of an expert at once: even the dense model's rounding depends on them.
     by_bits = torch.equal(dense(changed).logits[:, :15], dense(ids).logits[:, :15])
     assert by_bits or "Moe" in type(dense).__name__ or "Mixtral" in type(dense).__name__
     same = torch.equal if by_bits else torch.allclose
