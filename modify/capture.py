@@ -23,6 +23,7 @@ from modify.blocks import (
 )
 from modify.errors import CaptureError, first_line
 from modify.ops.masks import padding_or_ones
+from modify.passes.base import nodes_in
 from modify.passes.runner import copy_persistence
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
@@ -196,14 +197,14 @@ def _opaque_forwards(
         for name, described in modules.items():
             module = model.get_submodule(name)
             replaced.append((module, module.__dict__.get("forward")))
-            module.forward = stand_in(described)  # type: ignore[method-assign]
+            module.forward = stand_in(described)
         yield
     finally:
         for module, own in replaced:
             if own is None:
                 del module.__dict__["forward"]
             else:
-                module.forward = own  # type: ignore[method-assign]
+                module.forward = own
 
 
 def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, str]) -> None:
@@ -263,7 +264,8 @@ def _rebuild(model: nn.Module, program: torch.export.ExportedProgram, recorder: 
             result = graph.call_module(call.module.name, tuple(args), kwargs)
             result.meta = {"val": node.meta["val"]}
             if call.module.is_block:
-                result.meta |= {"block": blocks, "hidden": tensors[call.module.like]}
+                nodes = nodes_in((result.args, result.kwargs))
+                result.meta |= {"block": blocks, "hidden_argument": nodes.index(tensors[call.module.like])}
                 blocks += 1
                 if call.module.wrap is not None:
                     call_node = result

@@ -271,7 +271,7 @@ def parameters_on_meta() -> Iterator[None]:
             meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             module._parameters[name] = meta
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -369,9 +369,8 @@ def _load_gguf(path: Path) -> PreTrainedModel:
     except (ValueError, KeyError, IndexError, OSError, RuntimeError, TypeError, NotImplementedError) as error:
         raise CheckpointError(f"{path} cannot be read as GGUF, it may be cut: {first_line(error)}") from error
     # The weights are plain float32 now; transformers would refuse to save a model that it takes for a quantised one.
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model.quantization_method = None
+    for name, value in (("hf_quantizer", None), ("is_quantized", False), ("quantization_method", None)):
+        setattr(model, name, value)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     epsilon = getattr(model.config, "rms_norm_eps", None)

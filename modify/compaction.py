@@ -20,7 +20,14 @@ from modify.blocks import evaluation_mode
 from modify.errors import CaptureError, first_line
 from modify.ops.masks import causal_mask
 from modify.ops.routing import Selection, select_topk
-from modify.passes.base import block_calls, dimension_symbols, expression, placeholder
+from modify.passes.base import (
+    block_calls,
+    block_input,
+    dimension_symbols,
+    expression,
+    placeholder,
+    sequence_input,
+)
 from modify.passes.classify_masks import is_square
 
 # A prime, so that it coincides with no dimension of a model; beyond the usual internal local windows of 256.
@@ -69,7 +76,7 @@ def check_blocks(
     weights = _Weights()
     verdicts = {}
     for done, (index, node) in enumerate(routed.items()):
-        block = weights.runner(captured.get_submodule(node.target))
+        block = weights.runner(captured.get_submodule(str(node.target)))
         verdicts[index] = _check(
             index, block, full[index].in_float32(), compact[index].in_float32(), selection, length
         )
@@ -86,14 +93,14 @@ def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
     blocks = block_calls(captured.graph)
     classes: dict[type, list[int]] = {}
     for index, node in blocks.items():
-        classes.setdefault(type(captured.get_submodule(node.target)), []).append(index)
+        classes.setdefault(type(captured.get_submodule(str(node.target))), []).append(index)
     length = min(_check_length(captured), 16)
     selection = _random_selection(length, torch.Generator().manual_seed(0))
     arguments = _block_arguments(captured, [indices[0] for indices in classes.values()], selection, length)
     weights = _Weights()
     optional: list[int] = []
     for indices in classes.values():
-        block = weights.runner(captured.get_submodule(blocks[indices[0]].target))
+        block = weights.runner(captured.get_submodule(str(blocks[indices[0]].target)))
         if _accepts_none(block, arguments[indices[0]].in_float32()):
             optional.extend(indices)
     return tuple(sorted(optional))
@@ -146,15 +153,15 @@ def _check(
         return _failed(index, "its output has another shape than its input")
     rows = expected.gather(1, selection.tokens.unsqueeze(-1).expand_as(actual))
     scale = (rows - compact.hidden)[selection.valid].abs().max().clamp(min=1e-12)
-    error = float((rows - actual)[selection.valid].abs().max() / scale)
-    if not error <= _TOLERANCE:
+    difference = float((rows - actual)[selection.valid].abs().max() / scale)
+    if not difference <= _TOLERANCE:
         return BlockCheck(
             block=index,
-            failure=f"compaction check failed: on gathered tokens it differs by {error:.1e} of its update from the "
-            "full run, so something inside the block depends on the positions of tokens",
-            error=error,
+            failure=f"compaction check failed: on gathered tokens it differs by {difference:.1e} of its update from "
+            "the full run, so something inside the block depends on the positions of tokens",
+            error=difference,
         )
-    return BlockCheck(block=index, failure=None, error=error)
+    return BlockCheck(block=index, failure=None, error=difference)
 
 
 def _failed(index: int, reason: str) -> BlockCheck:
@@ -216,7 +223,7 @@ class _Recorder(fx.Interpreter):
         self.wanted, self.selection = set(wanted), selection
         self.recorded: dict[int, _Arguments] = {}
         self.symbols = dict(zip(dimension_symbols(graph_module.graph), (_CHECK_BATCH, length), strict=True))
-        self.hidden = {node.meta["hidden"]: index for index, node in block_calls(graph_module.graph).items()}
+        self.hidden = {sequence_input(node): index for index, node in block_calls(graph_module.graph).items()}
 
     def run_node(self, n: fx.Node) -> Any:
         if "block" in n.meta and n.meta["block"] in self.wanted:
@@ -237,15 +244,7 @@ class _Recorder(fx.Interpreter):
     def _record(self, node: fx.Node, args: Any, kwargs: Any) -> _Arguments:
         _, length = dimension_symbols(node.graph)
         squares = tuple(self.env[source] for source in node.all_input_nodes if is_square(source, length))
-        value = node.meta["val"]
-        hidden = next(
-            self.env[source]
-            for source in node.all_input_nodes
-            if isinstance(other := source.meta["val"], Tensor)
-            and other.shape[2:] == value.shape[2:]
-            and other.dim() > 2
-        )
-        return _Arguments(args, kwargs, hidden, squares)
+        return _Arguments(args, kwargs, self.env[block_input(node)], squares)
 
     def _stand_in(self, node: fx.Node) -> Any:
         """The value of a module that is not run: its weights may not be here, and its output does not matter."""

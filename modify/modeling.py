@@ -34,6 +34,7 @@ from modify.passes.set_capacity import SetCapacity
 Routing = Literal["topk", "predictor", "dense"]
 
 MOD_WEIGHTS = "mod.safetensors"
+_HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"}
 MOD_PREFIXES = ("routers.", "gates.", "predictors.")
 
 
@@ -98,7 +99,8 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         """Build from a config alone (random weights), or around a dense model and its converted graph."""
         if dense is None:
             dense = AutoModelForCausalLM.from_config(config.dense_config)
-        config._attn_implementation = dense.config._attn_implementation
+        dense_config: Any = dense.config
+        config._attn_implementation = dense_config._attn_implementation
         super().__init__(config)
         if graph is None:
             record = ConversionRecord.from_dict(config.conversion_record or {})
@@ -115,7 +117,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             if hasattr(graph, name):
                 self.add_module(name, getattr(graph, name))
         # Held in containers that torch does not register: these share the modules above.
-        self._dense = (dense,)
+        self._dense: tuple[Any, ...] = (dense,)
         self._graphs: dict[Routing, fx.GraphModule] = {"topk": graph, "dense": graph.meta["dense_graph"]}
         self._annealed: tuple[fx.GraphModule, ...] = ()
         self._register_constants(graph)
@@ -260,7 +262,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             graph.recompile()
         self._graph_device = device
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike[str],
         *,
@@ -303,11 +305,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
                 unexpected or misshaped; the message names them.
         """
         path = os.fspath(pretrained_model_name_or_path)
-        hub = {
-            k: kwargs[k]
-            for k in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-            if k in kwargs
-        }
+        hub: dict[str, Any] = {key: value for key, value in kwargs.items() if key in _HUB_OPTIONS}
         wants_info = kwargs.pop("output_loading_info", False)
         if config is None:
             config = _read_config(path, hub)
@@ -324,7 +322,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             ) from error
         assert weights is not None
         try:
-            dense, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 *args,
                 config=config.dense_config,
@@ -334,6 +332,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             )
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path}: the dense weights cannot be read: {first_line(error)}") from error
+        dense, info = loaded
         _refuse_mismatch(path, info)
         model = cls(config, dense)
         _load_mod_weights(model, weights)
@@ -344,7 +343,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
 
 def model_config(dense_config: PreTrainedConfig, graph: fx.GraphModule) -> MoDModelConfig:
     """Return the config of the model that `graph` was converted to from a model of `dense_config`."""
-    return MoDModelConfig(
+    return MoDModelConfig(  # type: ignore[call-arg]  # a dataclass, made so by its base class
         dense_config=dense_config,
         mod_config=graph.meta["mod_config"].to_dict(),
         conversion_record=graph.meta["conversion_record"].to_dict(),

@@ -74,6 +74,22 @@ def block_calls(graph: fx.Graph) -> dict[int, fx.Node]:
     return {node.meta["block"]: node for node in graph.nodes if "block" in node.meta}
 
 
+def block_input(block: fx.Node) -> fx.Node:
+    """Return the hidden states that a block runs on: `[B, S, D]`, or `[B, k, D]` where it is routed."""
+    return nodes_in((block.args, block.kwargs))[block.meta["hidden_argument"]]
+
+
+def sequence_input(block: fx.Node) -> fx.Node:
+    """Return the hidden states `[B, S, D]` of the whole sequence that a block, routed or not, takes its tokens from."""
+    hidden = block_input(block)
+    return nodes_in(hidden.args)[0] if hidden.target in (gather_tokens, gather_rows) else hidden
+
+
+def nodes_in(arguments: Any) -> list[fx.Node]:
+    """Return the nodes in a call's arguments, in order, repeated ones as often as they appear."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+
+
 def calls_of(graph: fx.Graph, function: Callable[..., Any]) -> list[fx.Node]:
     """Return the nodes that call `function`."""
     return graph.find_nodes(op="call_function", target=function)
@@ -266,8 +282,8 @@ def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
         if node.op == "output" or not stale.intersection(node.all_input_nodes):
             continue
         old = node.meta["val"]
-        if "block" in node.meta:
-            node.meta["val"] = _block_value(node)
+        if "block" in node.meta:  # it keeps its input's shape; running it may need weights that are not here
+            node.meta["val"] = block_input(node).meta["val"]
         elif node.target is operator.getitem and "block" in node.args[0].meta:
             node.meta["val"] = node.args[0].meta["val"]
         else:
@@ -275,15 +291,6 @@ def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
             node.meta["val"] = fake_call(graph, target, node.args, node.kwargs)
         if _sizes(old) != _sizes(node.meta["val"]):
             stale.add(node)
-
-
-def _block_value(block: fx.Node) -> Tensor:
-    """A block keeps the shape of its hidden states; running it may need weights that are not here."""
-    hidden = block.meta["hidden"]
-    for source in block.all_input_nodes:
-        if source.target in (gather_tokens, gather_rows) and source.args[0] is hidden:
-            return source.meta["val"]
-    return hidden.meta["val"]
 
 
 def _sizes(value: Any) -> list[list[sympy.Expr]]:

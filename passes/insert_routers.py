@@ -18,6 +18,7 @@ from modify.passes.base import (
     GraphPassResult,
     Skip,
     block_calls,
+    block_input,
     decide_as_for_long_sequences,
     dimension_symbols,
     expression,
@@ -108,7 +109,7 @@ class InsertRouters(GraphPass):
 
     def _route(self, graph_module: fx.GraphModule, index: int, block: fx.Node, capacity: float) -> fx.Node:
         graph = graph_module.graph
-        hidden: fx.Node = block.meta["hidden"]
+        hidden = block_input(block)
         padding = placeholder(graph, "attention_mask")
         build = Builder(graph_module, block, self.name)
         self._add_modules(graph_module, index, block)
@@ -141,8 +142,6 @@ class InsertRouters(GraphPass):
         )
         for user in users:
             user.replace_input_with(output, merged)
-            if user.meta.get("hidden") is output:
-                user.meta["hidden"] = merged
         return build_after.function(BlockRouting, scores, tokens, None, name=f"routing_{index}")
 
     def _return_routing(self, graph_module: fx.GraphModule, routing: dict[int, fx.Node]) -> None:
@@ -158,7 +157,7 @@ class InsertRouters(GraphPass):
 
     def _add_modules(self, graph_module: fx.GraphModule, index: int, block: fx.Node) -> None:
         device = module_device(graph_module.get_submodule(block.target))
-        size = block.meta["hidden"].meta["val"].shape[-1]
+        size = block_input(block).meta["val"].shape[-1]
         router = Router(size, device) if self.routing == "learned" else RandomRouter()
         router.reset_parameters(torch.Generator().manual_seed(self.seed * 100_003 + index))
         graph_module.add_submodule(f"routers.{index}", router)
@@ -178,7 +177,7 @@ def _sequence_dims(node: fx.Node, length: sympy.Expr) -> list[int]:
 def _obstacle(graph_module: fx.GraphModule, block: fx.Node) -> str | None:
     """Return why the block cannot be routed, or None."""
     batch, length = dimension_symbols(graph_module.graph)
-    hidden = block.meta["hidden"].meta["val"]
+    hidden = block_input(block).meta["val"]
     if hidden.dim() != 3:
         return f"its hidden states have {hidden.dim()} dimensions, not [batch, sequence, hidden]"
     for argument in block.all_input_nodes:

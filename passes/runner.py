@@ -95,14 +95,9 @@ def copy_graph(graph_module: fx.GraphModule, root: nn.Module | None = None) -> f
     root = graph_module if root is None else root
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    named: dict[
-        str, fx.Node
-    ] = {}  # by name: in a graph that `copy.deepcopy` made, metadata still holds the old nodes
     for node in graph_module.graph.nodes:
-        copied = values[node] = named[node.name] = graph.node_copy(node, values.__getitem__)
+        copied = values[node] = graph.node_copy(node, values.__getitem__)
         copied.meta = dict(node.meta)
-        if "hidden" in node.meta:
-            copied.meta["hidden"] = named[node.meta["hidden"].name]
     new = fx.GraphModule(root, graph, class_name=type(graph_module).__name__)
     copy_persistence(root, new)
     new.meta = copy.copy(graph_module.meta)

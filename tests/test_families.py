@@ -1,4 +1,4 @@
-"""The two oracles on every architecture: capacity 1.0 is the dense model, and routed blocks compute what they should."""
+"""The two oracles on every architecture: capacity 1.0 is the dense model; routed blocks compute what they should."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from modify.capture import capture
 from modify.ops.routing import gather_rows, gather_tokens, merge_rows, merge_tokens
-from modify.passes.base import block_calls, calls_of
+from modify.passes.base import block_calls, calls_of, sequence_input
 from modify.passes.flatten_token_indexing import FlattenTokenIndexing
 from modify.passes.freeze_shapes import FreezeShapes
 from modify.passes.insert_routers import InsertRouters
@@ -39,7 +39,7 @@ def test_equal_numbers(padded_batch, request, rewrite, family, frozen, batch):
 def test_blocks_know_their_hidden_states(qwen_routed, rewrite):
     flat = rewrite(qwen_routed, FlattenTokenIndexing())
     for block in block_calls(flat.graph).values():
-        assert block.meta["hidden"] in flat.graph.nodes
+        assert sequence_input(block) in flat.graph.nodes
 
 
 class Block(nn.Module):
