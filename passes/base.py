@@ -85,9 +85,12 @@ def sequence_input(block: fx.Node) -> fx.Node:
     return nodes_in(hidden.args)[0] if hidden.target in (gather_tokens, gather_rows) else hidden
 
 
-def nodes_in(arguments: Any) -> list[fx.Node]:
-    """Return the nodes in a call's arguments, in order, repeated ones as often as they appear."""
-    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+def nodes_in(arguments: Any) -> list[fx.Node | None]:
+    """Return the nodes in a call's arguments, in order, and None for each constant.
+
+    So a node keeps its index when a pass replaces the mask or the size before it by a constant.
+    """
+    return [leaf if isinstance(leaf, fx.Node) else None for leaf in tree_leaves(arguments)]
 
 
 def calls_of(graph: fx.Graph, function: Callable[..., Any]) -> list[fx.Node]:

@@ -22,7 +22,8 @@ class StripTrainingOutputs(GraphPass):
 
         return logits
 
-    A graph that returns logits alone is left as it is.
+    1. The graph returns its logits alone.
+    2. A graph that does so already is left as it is.
     """
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from modify.capture import capture
 from modify.errors import PassError
 from modify.ops.masks import causal_mask, token_mask
-from modify.passes.base import calls_of
+from modify.passes.base import block_calls, block_input, calls_of
 from modify.passes.classify_masks import ClassifyMasks
 from modify.passes.freeze_shapes import FreezeShapes
 from modify.passes.insert_predictors import InsertPredictors
@@ -91,6 +93,44 @@ def test_dense_graph(padded_batch, llama_graph, tiny_llama, rewrite):
     ids, _ = padded_batch()
     assert torch.equal(frozen(ids), tiny_llama(ids).logits)
     assert not calls_of(frozen.graph, causal_mask)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, mask=None, hidden=None):
+        out = self.proj(hidden).unsqueeze(1)
+        attended = nn.functional.scaled_dot_product_attention(out, out, out, mask, is_causal=mask is None)
+        return hidden + attended.squeeze(1)
+
+
+class MaskFirst(nn.Module):
+    """Hands its blocks the mask before the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, input_ids, attention_mask=None):
+        padding = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        position = torch.arange(input_ids.shape[1])
+        mask = (position <= position.unsqueeze(1)) & padding.bool()[:, None, None]
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(mask=mask, hidden=hidden)
+        return hidden
+
+
+def test_blocks_know_their_input_when_a_mask_before_it_vanishes(padded_batch):
+    passes = [ClassifyMasks(optional_mask=frozenset({0, 1})), InsertRouters(layers=((1, 0.5),))]
+    routed, _ = run_passes(capture(MaskFirst().eval()), passes)
+    frozen, _ = run_passes(routed, [FreezeShapes(batch=3, length=13)])
+    assert [block_input(block).name for block in block_calls(frozen.graph).values()] == ["embed", "inner_1"]
+    ids = padded_batch()[0] % 20
+    assert torch.equal(frozen(ids).logits, routed(ids).logits)
 
 
 def test_graph_that_has_these_shapes(llama_routed, rewrite, untouched):
