@@ -55,8 +55,8 @@ class RetrainConfig:
     length: int = 512
     batch_size: int = 4
     gradient_accumulation: int = 1
-    learning_rate: float = 1e-4
-    router_learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
+    router_learning_rate: float = 1e-2
     predictor_loss_weight: float = 1.0
     weight_decay: float = 0.01
     warmup: int = 5
