@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.passes.infra.pass_manager import PassManager
 from torch.utils._pytree import tree_flatten
 
+from modify.capture import capture
 from modify.ops.masks import causal_mask, token_mask
 from modify.ops.routing import select_topk
 from modify.passes import pipelines
@@ -97,6 +99,42 @@ def test_declared_shapes_are_true_without_padding(qwen_graph, padded_batch, name
     assert len(calls_of(graph.graph, causal_mask)) + len(calls_of(graph.graph, token_mask)) > 0
 
 
+class TupleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return hidden + self.proj(hidden), None
+
+
+class TupleDecoder(nn.Module):
+    """Its blocks return a tuple, whose first element is the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([TupleBlock(), TupleBlock()])
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(hidden)
+
+
+def test_declared_shapes_are_true_for_blocks_that_return_tuples(padded_batch):
+    captured = capture(TupleDecoder().eval())
+    options = OPTIONS | {"layers": ((0, 0.25), (1, 0.5)), "optional_mask": frozenset()}
+    ids, padding = padded_batch(LENGTH)
+    for pipeline in PIPELINES.values():
+        graph, _ = run_passes(captured, build(pipeline, options))
+        truth = Truth(graph)
+        truth.run(ids % 20, padding)
+        assert not truth.wrong, "\n".join(truth.wrong)
+
+
 def test_every_node_says_who_made_it(llama_graph):
     graph, _ = run_passes(llama_graph, build(CONVERT + PREFILL, OPTIONS))
     known = {kind.__name__ for kind in CONVERT + PREFILL}
@@ -154,11 +192,7 @@ def test_long_sequences_are_routed_rightly(llama_graph):
 @pytest.mark.slow
 def test_thirty_blocks_in_no_time():
     """Well under the second and a half that a user would notice; the limits allow for a busy machine."""
-    import time
-
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from modify.capture import capture
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     captured = capture(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=99)).eval())
