@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
 
 
 class MarkComplete(TrainerCallback):
-    """Marks checkpoints that every process has finished; skips the one after the last step."""
+    """Marks checkpoints that every process has finished; of the last step there is a log entry but no checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -68,6 +68,7 @@ class MarkComplete(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step >= state.max_steps:
+            control.should_log = True
             control.should_save = False  # the finished model follows at once
 
     def on_save(

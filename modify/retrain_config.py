@@ -41,7 +41,7 @@ class RetrainConfig:
         max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
         seed: of the data order, dropout and random routing.
         save_every: steps between resumable checkpoints; 0 keeps none, and a killed run starts again.
-        log_every: steps between log entries; each averages over the steps since the last.
+        log_every: steps between log entries; each averages over the steps since the last. The last step is logged too.
         eval_every: steps between evaluations on the held-out data, if that is given; 0 evaluates only at the end.
         calibration_rows: up to this many rows of the data are kept out of training, and the predictors' thresholds
             are set on them.

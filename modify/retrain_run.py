@@ -123,7 +123,7 @@ class Run:
                 tokenizer.save_pretrained(folder)
             shutil.copyfile(self.folder / METRICS, folder / METRICS)
             if (self.folder / _TENSORBOARD).is_dir():
-                shutil.copytree(self.folder / "tensorboard", folder / _TENSORBOARD)
+                shutil.copytree(self.folder / _TENSORBOARD, folder / _TENSORBOARD)
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
         shutil.rmtree(self.folder, ignore_errors=True)

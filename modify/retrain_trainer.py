@@ -105,7 +105,7 @@ class MoDTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over `parameter_groups`."""
         if self.optimizer is None:
-            groups = parameter_groups(model or self.model_itself, self.retrain_config)
+            groups = parameter_groups(self.model_itself if model is None else model, self.retrain_config)
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=_can_fuse(groups))
         return self.optimizer
 
@@ -260,8 +260,7 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         remove_unused_columns=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
-        use_cpu=torch.accelerator.current_accelerator()
-        is None,  # else two CPU processes would not find each other
+        use_cpu=torch.accelerator.current_accelerator() is None,  # lets CPU processes find one another
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: one process each, never DataParallel's threads
     return arguments

@@ -179,7 +179,7 @@ def _train(
     """Run the steps, and leave the model in evaluation mode with its own capacities and no gradients."""
     from modify.retrain_trainer import MoDTrainer
 
-    use_cache = getattr(model.config, "use_cache", None)
+    use_cache = vars(model.config).get("use_cache")
     hook = None if progress is None else lambda entry: progress({"phase": "train", **entry})
     rows = None if held_out is None else held_out.rows
     try:
@@ -187,8 +187,9 @@ def _train(
         run.begin(trainer)
         trainer.train(resume_from_checkpoint=run.checkpoint)
     finally:
+        vars(model.config).pop("use_cache", None)  # Trainer sets it
         if use_cache is not None:
-            model.config.use_cache = use_cache  # Trainer sets it
+            model.config.use_cache = use_cache
         if isinstance(model, MoDForCausalLM):
             model.set_capacities(None)
         if config.gradient_checkpointing:

@@ -263,6 +263,18 @@ def test_interrupting_leaves_the_model_usable(tmp_path: Path) -> None:
     assert model(ids, routing="topk").routing[1].selection.tokens.shape == (1, 4)
 
 
+def test_the_last_step_is_logged(tmp_path: Path) -> None:
+    model = toy_model()
+    config = options(steps=5, log_every=3)
+    report = modify.retrain(model, toy_rows(), config=config, output_dir=tmp_path / "out")
+    assert [entry["step"] for entry in report.history] == [3, 5]
+    every = modify.retrain(
+        toy_model(), toy_rows(), config=options(steps=5), output_dir=tmp_path / "every"
+    ).history
+    assert report.history[1]["lm_loss"] == pytest.approx((every[3]["lm_loss"] + every[4]["lm_loss"]) / 2)
+    assert "use_cache" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 def test_the_last_step_of_an_epoch_may_be_short(tmp_path: Path) -> None:
     rows = PackedDataset(
         toy_rows(13).rows.flatten().numpy(), 16
