@@ -9,7 +9,6 @@ from torch import Tensor, fx
 
 from modify.ops.masks import causal_mask
 from modify.passes.base import (
-    Builder,
     GraphPass,
     GraphPassResult,
     Skip,
@@ -19,6 +18,7 @@ from modify.passes.base import (
     longest_sequence,
     placeholder,
 )
+from modify.passes.builder import Builder
 from modify.passes.evaluation import CannotEvaluate, evaluate, integer_constants
 
 _LARGE = 256  # a mask of this many tokens squared is evaluated in an instant

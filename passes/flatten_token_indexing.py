@@ -7,7 +7,8 @@ import dataclasses
 from torch import Tensor, fx
 
 from modify.ops.routing import flatten_selection, gather_rows, gather_tokens, merge_rows, merge_tokens
-from modify.passes.base import Builder, GraphPass, GraphPassResult, calls_of, dimension_symbols, expression
+from modify.passes.base import GraphPass, GraphPassResult, calls_of, dimension_symbols, expression
+from modify.passes.builder import Builder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

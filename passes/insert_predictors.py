@@ -9,7 +9,8 @@ from torch import fx
 
 from modify.ops.modules import Predictor, RouterAsPredictor
 from modify.ops.routing import BlockRouting, RoutedOutput
-from modify.passes.base import Builder, GraphPass, GraphPassResult, routing_of, value_of
+from modify.passes.base import GraphPass, GraphPassResult, routing_of
+from modify.passes.builder import Builder, value_of
 from modify.passes.insert_routers import module_device
 
 

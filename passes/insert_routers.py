@@ -13,18 +13,17 @@ from modify.ops.masks import causal_mask, gather_mask, token_mask
 from modify.ops.modules import Gate, RandomRouter, Router
 from modify.ops.routing import BlockRouting, RoutedOutput, gather_tokens, merge_tokens, select_topk
 from modify.passes.base import (
-    Builder,
     GraphPass,
     GraphPassResult,
     Skip,
     block_calls,
     block_input,
-    decide_as_for_long_sequences,
     dimension_symbols,
     expression,
     placeholder,
     routing_of,
 )
+from modify.passes.builder import Builder, decide_as_for_long_sequences
 from modify.passes.classify_masks import is_square
 from modify.passes.evaluation import CannotEvaluate, evaluate
 

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 
 from modify.ops.routing import last_token, merge_rows, merge_tokens
 from modify.passes.base import (
-    Builder,
     GraphPass,
     GraphPassResult,
     Skip,
@@ -23,6 +22,7 @@ from modify.passes.base import (
     placeholder,
     routing_of,
 )
+from modify.passes.builder import Builder
 
 _aten = torch.ops.aten
 # Beside pointwise operators, these treat each token by itself wherever the result still has the shape [B, S, ..].

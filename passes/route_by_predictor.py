@@ -7,7 +7,8 @@ import dataclasses
 from torch import fx
 
 from modify.ops.routing import select_predicted, select_topk
-from modify.passes.base import Builder, GraphPass, GraphPassResult, calls_of, propagate_shapes, routing_of
+from modify.passes.base import GraphPass, GraphPassResult, calls_of, routing_of
+from modify.passes.builder import Builder, propagate_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

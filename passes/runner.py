@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from modify.errors import PassError
-from modify.passes.base import GraphPass, Skip, remember_fake_calls
+from modify.passes.base import GraphPass, Skip
+from modify.passes.builder import remember_fake_calls
 from modify.passes.printing import print_graph
 
 

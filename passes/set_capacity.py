@@ -7,14 +7,8 @@ import dataclasses
 from torch import fx
 
 from modify.ops.routing import select_topk
-from modify.passes.base import (
-    GraphPass,
-    GraphPassResult,
-    calls_of,
-    fake_call,
-    propagate_shapes,
-    routing_of,
-)
+from modify.passes.base import GraphPass, GraphPassResult, calls_of, routing_of
+from modify.passes.builder import fake_call, propagate_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from modify.errors import PassError
-from modify.passes.base import Builder, GraphPass, GraphPassResult, Skip, fake_call, remember_fake_calls
+from modify.passes.base import GraphPass, GraphPassResult, Skip
+from modify.passes.builder import Builder, fake_call, remember_fake_calls
 from modify.passes.classify_masks import ClassifyMasks
 from modify.passes.printing import print_graph
 from modify.passes.runner import copy_graph, run_passes
