@@ -35,8 +35,8 @@ class MoDConfig:
         predictor: what decides at inference, when the future is unknown (section 3.5): `mlp`, a small network on the
             block's input with stopped gradient, or `aux`, the router itself trained with the same loss.
         predictor_hidden: width of the `mlp` predictor's hidden layer.
-        predictor_slack: a predictor may select up to `ceil(predictor_slack * k)` tokens of a sequence, so that shapes
-            stay static; later tokens beyond that skip the block, and are counted.
+        predictor_slack: of every 256 consecutive tokens a predictor may select up to `ceil(predictor_slack * k)`, `k`
+            for 256 tokens, so that shapes stay static; later tokens beyond that skip the block, and are counted.
         seed: seed of the initial router and predictor weights.
 
     Raises:

@@ -106,6 +106,12 @@ def test_predictor_routing_is_causal_and_keeps_samples_apart(dense, routed):
     by_bits = torch.equal(dense(changed).logits[:, :15], dense(ids).logits[:, :15])
     assert by_bits or "Moe" in type(dense).__name__ or "Mixtral" in type(dense).__name__
     same = torch.equal if by_bits else torch.allclose
+    prefix = predicted(ids[:, :15])
+    for index, block in prefix.routing.items():
+        whole = output.routing[index].selection
+        for row in range(3):
+            chosen = whole.tokens[row][whole.valid[row]]
+            assert torch.equal(block.selection.tokens[row][block.selection.valid[row]], chosen[chosen < 15])
     assert same(predicted(changed).logits[:, :15], output.logits[:, :15])
     assert same(predicted(neighbours).logits[0], output.logits[0])
     assert same(routed(neighbours).logits[0], routed(ids).logits[0])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modify.ops import routing
 from modify.ops.routing import (
     Selection,
     capacity_tokens,
+    chunk_limit,
     flatten_selection,
     gather_rows,
     gather_tokens,
@@ -63,7 +66,8 @@ def test_tensors_count_as_integers_do(capacity):
         k_of(capacity, int(n)) for n in lengths
     ]
     predicted = select_predicted(scores, torch.tensor(-1.0), value, 1.25, 0, mask)
-    slots = [min(int(n), math.ceil(Fraction("1.25") * k_of(capacity, int(n)))) for n in lengths]
+    limit = min(256, math.ceil(Fraction("1.25") * k_of(capacity, 256)))
+    slots = [int(n) // 256 * limit + min(int(n) % 256, limit) for n in lengths]
     assert predicted.valid.sum(-1).tolist() == slots
     assert [predictor_slots(value, 1.25, int(n)) for n in lengths] == slots
 
@@ -79,7 +83,10 @@ def naive_topk(scores, real, capacity, keep_first):
 def naive_predicted(logits, threshold, real, capacity, slack, keep_first):
     positions = [i for i, is_real in enumerate(real) if is_real]
     chosen = [i for n, i in enumerate(positions) if n < keep_first or logits[i] > threshold]
-    return chosen[: math.ceil(Fraction(slack) * k_of(capacity, len(positions)))] if positions else []
+    size = routing.PREDICTOR_CHUNK
+    limit = math.ceil(Fraction(slack) * k_of(capacity, size))
+    chunks = [[i for i in chosen if i // size == chunk] for chunk in range(len(real) // size + 1)]
+    return [i for chunk in chunks for i in chunk[:limit]]
 
 
 def check(selection: Selection, expected: list[list[int]], mask) -> None:
@@ -127,6 +134,7 @@ def test_topk_is_the_naive_selection(batch):
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from(["1", "1.25", "2"]), values)
+@mock.patch.object(routing, "PREDICTOR_CHUNK", 8)
 def test_predicted_is_the_naive_selection(batch, slack, threshold):
     logits, mask, capacity, keep_first = batch
     whole = [[True] * len(row) for row in mask]
@@ -195,9 +203,20 @@ def test_predicted_selection_is_causal():
                 assert torch.equal(*kept)
 
 
-def test_overflow_serves_earlier_tokens():
-    selection = select_predicted(torch.ones(1, 16), torch.tensor(0.0), 0.25, 1.25)
-    assert selection.tokens.tolist() == [[0, 1, 2, 3, 4]]
+def test_overflow_serves_earlier_tokens_of_each_chunk():
+    selection = select_predicted(torch.ones(1, 300), torch.tensor(0.0), 0.125, 1.25)
+    assert chunk_limit(0.125, 1.25) == 40
+    assert selection.tokens.tolist() == [[*range(40), *range(256, 296)]]
+
+
+def test_a_prefix_is_selected_alike_whatever_follows():
+    """What generation appends, or how a prompt is cut into pieces, changes no earlier decision."""
+    logits = torch.randn(1, 600, generator=torch.Generator().manual_seed(4))
+    whole = select_predicted(logits, torch.tensor(0.5), 0.25, 1.0, 1)
+    for length in (1, 5, 100, 255, 256, 257, 400, 599):
+        part = select_predicted(logits[:, :length], torch.tensor(0.5), 0.25, 1.0, 1)
+        selected = whole.tokens[whole.valid]
+        assert torch.equal(part.tokens[part.valid], selected[selected < length])
 
 
 @pytest.fixture(scope="module")

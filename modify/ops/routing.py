@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Capacities are fixed-point numbers, so that Python integers and int64 tensors agree on every count.
 _ONE = 1 << 40
+PREDICTOR_CHUNK = 256  # tokens; a predictor's limit holds within each chunk of so many
 _ROUND_OFF = 1 << 20  # a millionth of a token: 0.7 * 10 must give 7, whatever 0.7 is in binary
 
 
@@ -64,10 +65,16 @@ def capacity_tokens(capacity: float, length: int) -> int:
     return torch.sym_max(1, (length * round(capacity * _ONE) + _ROUND_OFF) // _ONE)
 
 
+def chunk_limit(capacity: float, slack: float) -> int:
+    """Return how many of `PREDICTOR_CHUNK` consecutive tokens a predictor may select: `ceil(slack * k)`."""
+    k = capacity_tokens(capacity, PREDICTOR_CHUNK)
+    return min(PREDICTOR_CHUNK, (k * round(slack * _ONE) + _ONE - 1 - _ROUND_OFF) // _ONE)
+
+
 def predictor_slots(capacity: float, slack: float, length: int) -> int:
-    """Return how many tokens of `length` a predictor may select: `ceil(slack * k)`, at most `length`."""
-    k = capacity_tokens(capacity, length)
-    return torch.sym_min(length, (k * round(slack * _ONE) + _ONE - 1 - _ROUND_OFF) // _ONE)
+    """Return how many tokens of `length` a predictor may select: `chunk_limit` in every chunk, all of a short one."""
+    limit = chunk_limit(capacity, slack)
+    return length // PREDICTOR_CHUNK * limit + torch.sym_min(length % PREDICTOR_CHUNK, limit)
 
 
 def select_topk(
@@ -122,15 +129,16 @@ def select_predicted(
 ) -> Selection:
     """Select the tokens whose predictor logit exceeds `threshold`: causal routing for inference (section 3.5).
 
-    A token's decision depends on its own hidden state, and on earlier tokens only through the limit of
-    `predictor_slots` tokens per sequence: tokens are served in order of position, and those beyond the limit skip the
-    block. As with `select_topk`, the limit follows from each sequence's own length without padding.
+    A token's decision depends on its own hidden state. So that shapes stay static, no more than `chunk_limit` of each
+    `PREDICTOR_CHUNK` consecutive tokens run: within a chunk tokens are served in order of position, and those beyond the
+    limit skip the block. The limit depends on a token's position and on nothing that follows it, so that a prefix is
+    routed alike whatever its continuation, and a prompt alike whether it is processed at once or token by token.
 
     Args:
         logits: `[B, S]` predictor logits.
         threshold: scalar.
         capacity: share of the tokens that the block was trained to run, in (0, 1].
-        slack: the limit is `ceil(slack * k)` tokens.
+        slack: see `chunk_limit`.
         keep_first: this many tokens at the start of each sequence are always selected.
         padding_mask: `[B, S]`, non-zero for real tokens; None when all are real. Padding is never selected.
     """
@@ -138,9 +146,8 @@ def select_predicted(
     if keep_first > 0:
         selected = selected | _is_first(logits, keep_first, padding_mask)
     if padding_mask is not None:
-        real = padding_mask != 0
-        selected = selected & real
-        selected = selected & (selected.long().cumsum(dim=-1) <= _predictor_limits(capacity, slack, real))
+        selected = selected & (padding_mask != 0)
+    selected = selected & (_rank_in_chunk(selected) <= chunk_limit(capacity, slack))
     tokens, valid = _compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
     padding = None if padding_mask is None else (padding_mask == 0).gather(1, tokens)
     return Selection(tokens, valid, padding)
@@ -243,9 +250,12 @@ def _capacity_counts(capacity: float, real: Tensor) -> Tensor:
     return ((lengths * round(capacity * _ONE) + _ROUND_OFF) // _ONE).clamp(min=1)
 
 
-def _predictor_limits(capacity: float, slack: float, real: Tensor) -> Tensor:
-    limits = (_capacity_counts(capacity, real) * round(slack * _ONE) + _ONE - 1 - _ROUND_OFF) // _ONE
-    return limits.minimum(real.long().sum(dim=-1, keepdim=True))
+def _rank_in_chunk(selected: Tensor) -> Tensor:
+    """Number the selected tokens of each chunk from 1, in order of position."""
+    count = selected.long().cumsum(dim=-1)
+    position = torch.arange(selected.shape[1], device=selected.device)
+    before = position // PREDICTOR_CHUNK * PREDICTOR_CHUNK - 1  # the last token of the chunk before
+    return count - torch.where(before < 0, 0, count.index_select(1, before.clamp(min=0)))
 
 
 def _compact(selected: Tensor, slots: int) -> tuple[Tensor, Tensor]:
