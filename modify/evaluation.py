@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedModel
 
-from modify.capture import capture
 from modify.convert import route_by_predictor
 from modify.data import PackedDataset, pack
+from modify.dense import dense_graph
 from modify.errors import ConfigError, DataError, ModifyError
 from modify.flops import count_flops
 from modify.modeling import MoDForCausalLM, Routing
@@ -202,10 +202,11 @@ def packed_rows(
             )
         limit = None if limit_rows is None else limit_rows * length
         data = pack(data, cast("PreTrainedTokenizerBase", tokenizer), length, limit_tokens=limit)
-    largest = int(data.rows.max())
-    if largest >= config.vocab_size:
+    for extreme in map(int, data.rows.aminmax()):
+        if 0 <= extreme < config.vocab_size:
+            continue
         raise DataError(
-            f"the data holds token id {largest}, but the model's vocabulary has {config.vocab_size} tokens; "
+            f"the data holds token id {extreme}, but the model's vocabulary has {config.vocab_size} tokens; "
             "use the model's own tokenizer"
         )
     return data
@@ -308,7 +309,7 @@ def _loss_sum(logits: Tensor, ids: Tensor) -> Tensor:
 def _flops(model: PreTrainedModel, routing: Routing, length: int) -> tuple[int | None, int | None]:
     """FLOPs of this routing and of the dense model; None where a graph has none that can be counted."""
     if not isinstance(model, MoDForCausalLM):
-        dense = _count(lambda: capture(model), length)
+        dense = _count(lambda: dense_graph(model), length)
         return dense, dense
     dense = _count(lambda: model.dense_graph, length)
     if routing == "dense":

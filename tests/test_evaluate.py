@@ -125,6 +125,8 @@ def test_user_errors(model: MoDForCausalLM) -> None:
         modify.evaluate(model, toy_rows(1, 129))
     with pytest.raises(DataError, match="token id 50, but the model's vocabulary has 50"):
         modify.evaluate(model, [{"input_ids": [VOCABULARY] * 16}], length=16)
+    with pytest.raises(DataError, match="token id -1, but the model's vocabulary has 50"):
+        modify.evaluate(model, [{"input_ids": [3] * 15 + [-1]}], length=16)
 
 
 def predicted_logits(model: MoDForCausalLM, ids: Tensor) -> Tensor:
