@@ -137,17 +137,3 @@ class RetrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON-ready values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> RetrainConfig:
-        """Build from `to_dict`'s output.
-
-        Raises:
-            ConfigError: an unknown option, or a value out of range.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(
-                f"unknown option {', '.join(unknown)}; known options are {', '.join(sorted(known))}"
-            )
-        return cls(**options)

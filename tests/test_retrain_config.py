@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from modify import RetrainConfig
@@ -38,13 +41,6 @@ def test_bad_options_are_named(option: str, value: object) -> None:
         RetrainConfig(**{"steps": 200, option: value})
 
 
-def test_json_round_trip() -> None:
-    config = RetrainConfig(steps=7, warmup=3, anneal_steps=5, precision="bf16")
-    assert RetrainConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match="unknown option stepz"):
-        RetrainConfig.from_dict({"stepz": 3})
-
-
 def test_annealing_is_a_cosine_of_the_global_step() -> None:
     config = RetrainConfig(steps=20, anneal_steps=8)
     assert config.capacity_at(0, 0.25) == 1.0
@@ -57,11 +53,12 @@ def test_annealing_is_a_cosine_of_the_global_step() -> None:
 
 
 def test_a_resumed_run_may_change_only_what_changes_no_number() -> None:
-    started = RetrainConfig(steps=10, warmup=2).to_dict()
+    config = RetrainConfig(steps=10, warmup=2)
+    started = json.loads(json.dumps(config.to_dict()))
     RetrainConfig(
         steps=10, warmup=2, save_every=3, log_every=7, eval_every=2, tensorboard=True
     ).refuse_difference(started, "run")
     for option, value in [("learning_rate", 1e-5), ("seed", 1), ("batch_size", 2), ("anneal_steps", 1)]:
-        config = RetrainConfig.from_dict(started | {option: value})
+        changed = dataclasses.replace(config, **{option: value})
         with pytest.raises(ConfigError, match=f"^{option} is {value}, but run was started with {option}="):
-            config.refuse_difference(started, "run")
+            changed.refuse_difference(started, "run")

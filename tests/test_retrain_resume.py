@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -91,7 +92,7 @@ def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
 
     with pytest.raises(StorageError, match="holds an unfinished run at step 3"):
         run_to(tmp_path / "out")
-    changed = RetrainConfig.from_dict(CONFIG.to_dict() | {"learning_rate": 1e-4})
+    changed = dataclasses.replace(CONFIG, learning_rate=1e-4)
     with pytest.raises(ConfigError, match=r"^learning_rate is 0.0001, but .* with learning_rate=0.001"):
         run_to(tmp_path / "out", changed, resume=True)
     with pytest.raises(ConfigError, match="was started with other data"):
