@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modify.cli.console import Terminal, giga, percent, size, table
-from modify.cli.options import Json, TrustRemoteCode, Verbose
+from modify.cli.options import Json, Verbose
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +32,6 @@ def inspect(
         int | None, typer.Option(help="Tokens per sequence; by default 2048, or the context if shorter.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Number of sequences.")] = 1,
-    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -53,7 +52,7 @@ def inspect(
     from modify.summary import summarize
 
     with terminal.stages("inspecting"):
-        summary = summarize(checkpoint, batch=batch, length=length, trust_remote_code=trust_remote_code)
+        summary = summarize(checkpoint, batch=batch, length=length)
     values = summary.to_dict()
     if not graph:
         del values["graph"]

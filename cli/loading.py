@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_model(
-    path: Path, *, device: str = "cpu", float32: bool = False, trust_remote_code: bool = False
-) -> PreTrainedModel:
+def load_model(path: Path, *, device: str = "cpu", float32: bool = False) -> PreTrainedModel:
     """Load a checkpoint, converted or dense, onto a device; `auto` is the GPU where there is one."""
     import torch
 
     from modify.checkpoint import load_any
 
     options: dict[str, Any] = {"dtype": torch.float32} if float32 else {}
-    model = load_any(path, trust_remote_code=trust_remote_code, **options)
+    model = load_any(path, **options)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from modify.passes import pipelines
 from modify.passes.base import GraphPass
-from modify.passes.set_capacity import SetCapacity
 
 PATH = Path(__file__).with_name("passes.md")
 
@@ -28,7 +27,7 @@ def catalogue() -> str:
     named = {
         name: value for name, value in vars(pipelines).items() if name.isupper() and name != "MUST_PRECEDE"
     }
-    kinds = list(dict.fromkeys([kind for pipeline in named.values() for kind in pipeline] + [SetCapacity]))
+    kinds = list(dict.fromkeys([kind for pipeline in named.values() for kind in pipeline]))
     parts = [INTRODUCTION, "## Pipelines\n", "| pipeline | passes, in order |", "| --- | --- |"]
     parts += [f"| `{name}` | {', '.join(map(_link, pipeline))} |" for name, pipeline in named.items()]
     parts += ["", "Whatever the pipeline, these must come in this order:\n"]

@@ -66,15 +66,22 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
     found: dict[str, OpaqueModule] = {}
     rejected: set[str] = set()
     inside: list[nn.Module] = []
+    contents: list[list[int]] = []  # of the arguments of the modules inside
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in in_list and (inside or _hidden_index(args, kwargs) is not None):
             inside.append(module)
+            contents.append([id(leaf) for leaf in tree_leaves((args, kwargs))])
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         entered = bool(inside) and inside[-1] is module
         if entered:
             inside.pop()
+            if contents.pop() != [id(leaf) for leaf in tree_leaves((args, kwargs))] and not inside:
+                raise CaptureError(
+                    f"block {names[module]} changes a list or dict that it is given, through which blocks exchange "
+                    "values that no graph shows"
+                )
         is_leaf = not any(True for _ in module.children())
         if inside or not (entered or is_leaf):
             return
@@ -99,6 +106,8 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
             }
             inputs = probe_inputs(model, device)
             torch.func.functional_call(model, weights, (), inputs)
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} does not run on a batch of token ids "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from modify.blocks import (
     PROBE_BATCH,
@@ -69,11 +69,10 @@ def _(tensors: list[Tensor], sizes: list[int], call: int) -> Tensor:
 class _LogitsOnly(nn.Module):
     """Calls a model on token ids without a cache, and returns its logits."""
 
-    def __init__(self, model: nn.Module, max_length: int | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.first, self.accepted = forward_parameters(model)
-        self.max_length = max_length
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         kwargs: dict[str, Any] = {self.first: input_ids}
@@ -108,14 +107,15 @@ def capture(model: nn.Module) -> fx.GraphModule:
     Raises:
         CaptureError: no block stack is found, or the model cannot be traced; the message names module and reason.
     """
-    device = _capture_device(model)
+    device = model_device(model)
     with evaluation_mode(model), torch.no_grad():
         modules = find_opaque_modules(model, device)
         program, recorder = _trace(model, modules, device)
         return _rebuild(model, program, recorder)
 
 
-def _capture_device(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's tensors that are not on the meta device; the CPU where there is none."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != "meta":
             return tensor.device
@@ -126,7 +126,7 @@ def _trace(
     model: nn.Module, modules: dict[str, OpaqueModule], device: torch.device
 ) -> tuple[torch.export.ExportedProgram, _Recorder]:
     length_limit = max_length(model)
-    wrapper = _LogitsOnly(model, length_limit)
+    wrapper = _LogitsOnly(model)
     ids = torch.zeros(PROBE_BATCH, PROBE_LENGTH, dtype=torch.int64, device=device)
     mask = torch.ones_like(ids)
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
@@ -210,10 +210,14 @@ def _opaque_forwards(
 def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, str]) -> None:
     """Refuse an argument through which blocks could hand each other values that the graph does not show."""
     for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, (Tensor, torch.SymInt, tuple, list, *_PLAIN)):
+        if isinstance(value, (Tensor, torch.SymInt, tuple, *_PLAIN)):
             continue
-        if isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
-            continue
+        if (
+            isinstance(value, (list, dict))
+            and value
+            and all(isinstance(v, Tensor) for v in tree_leaves(value))
+        ):
+            continue  # blocks were seen not to change it
         other = owners.setdefault(id(value), name)
         if other != name:
             raise CaptureError(

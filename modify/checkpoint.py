@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from modify.convert import ConversionRecord, convert
 from modify.errors import CheckpointError, first_line
 from modify.modeling import MOD_WEIGHTS, MoDForCausalLM, MoDModelConfig, mod_state_dict, model_config
 from modify.passes.base import block_calls
-from modify.storage import atomic_directory, link_or_copy
+from modify.storage import atomic_directory, check_apart, link_or_copy
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -95,7 +96,6 @@ def convert_checkpoint(
     config: MoDConfig,
     *,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
     """Convert a dense checkpoint on disk.
@@ -109,7 +109,6 @@ def convert_checkpoint(
         output: directory to create; it appears when complete, or not at all.
         config: which blocks to route, and how.
         overwrite: replace an existing converted directory.
-        trust_remote_code: run model code that comes with the checkpoint.
         progress: called with (blocks checked, blocks to check).
 
     Raises:
@@ -120,6 +119,7 @@ def convert_checkpoint(
     """
     start = time.perf_counter()
     path = Path(source)
+    check_apart(path, output)
     with atomic_directory(output, overwrite=overwrite) as directory:
         copy_start = time.perf_counter()
         if path.suffix == ".gguf":
@@ -129,8 +129,8 @@ def convert_checkpoint(
             check_weights(path)
             shards_at = path
         copy_seconds = time.perf_counter() - copy_start
-        dense_config = read_dense_config(shards_at, trust_remote_code=trust_remote_code)
-        model = skeleton(dense_config, trust_remote_code=trust_remote_code)
+        dense_config = read_dense_config(shards_at)
+        model = skeleton(dense_config)
         check_shapes(shards_at, model)
         graph = convert(model, config, progress=progress)
         copy_start = time.perf_counter()
@@ -153,9 +153,7 @@ def convert_checkpoint(
     )
 
 
-def load_dense(
-    path: str | os.PathLike[str], *, trust_remote_code: bool = False, dtype: torch.dtype | str = "auto"
-) -> PreTrainedModel:
+def load_dense(path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load a dense checkpoint, a Hugging Face directory or a `.gguf` file, in evaluation mode.
 
     Raises:
@@ -165,11 +163,9 @@ def load_dense(
     if path.suffix == ".gguf":
         return _load_gguf(path)
     check_weights(path)
-    config = read_dense_config(path, trust_remote_code=trust_remote_code)
+    config = read_dense_config(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, use_safetensors=True)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {first_line(error)}") from error
     return model.eval()
@@ -186,14 +182,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         if path.suffix == ".gguf":
             _require_file(path)
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
 
 
-def load_any(
-    path: str | os.PathLike[str], *, trust_remote_code: bool = False, dtype: torch.dtype | str = "auto"
-) -> PreTrainedModel:
+def load_any(path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load a checkpoint, converted or dense, in evaluation mode.
 
     Raises:
@@ -201,7 +195,7 @@ def load_any(
     """
     path = Path(path)
     if not is_converted(path):
-        return load_dense(path, trust_remote_code=trust_remote_code, dtype=dtype)
+        return load_dense(path, dtype=dtype)
     check_weights(path)
     return MoDForCausalLM.from_pretrained(path, dtype=dtype)
 
@@ -215,7 +209,7 @@ def is_converted(path: str | os.PathLike[str]) -> bool:
     )
 
 
-def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def read_dense_config(path: Path) -> PreTrainedConfig:
     """Read the config of a dense decoder-only model.
 
     Raises:
@@ -226,13 +220,13 @@ def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrai
         raise CheckpointError(
             f"{path} is a converted checkpoint already; convert the dense checkpoint that it came from"
         )
-    if "auto_map" in values and not trust_remote_code:
+    if "auto_map" in values:
         raise CheckpointError(
-            f"{path} brings model code of its own (auto_map in config.json); "
-            "pass --trust-remote-code to run it, if you trust its author"
+            f"{path} brings model code of its own (auto_map in config.json), which modify does not run; "
+            "use a checkpoint of an architecture that transformers knows"
         )
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise CheckpointError(f"{path / 'config.json'} cannot be used: {first_line(cause)}") from error
@@ -241,18 +235,18 @@ def read_dense_config(path: Path, *, trust_remote_code: bool = False) -> PreTrai
             f"{path} is an encoder-decoder model ({config.model_type}); "
             "only decoder-only language models can be converted"
         )
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise CheckpointError(
             f"{path} is a {config.model_type} model, for which transformers has no causal language model"
         )
     return config
 
 
-def skeleton(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the dense model with every parameter on the meta device and every buffer real."""
     with parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"a {config.model_type} model cannot be built from its config: {first_line(error)}"
@@ -391,7 +385,7 @@ def _reuse_files(source: Path, directory: Path) -> None:
             and file.name not in _REWRITTEN
             and not file.name.startswith(".")
         ):
-            (directory / file.name).write_bytes(file.read_bytes())
+            shutil.copyfile(file, directory / file.name)
 
 
 def _header(shard: Path) -> dict[str, list[int]]:

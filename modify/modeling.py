@@ -23,17 +23,18 @@ from transformers import (
 )
 from transformers.utils import ModelOutput, cached_file
 
-from modify.capture import capture
+from modify.capture import capture, model_device
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
 from modify.errors import CheckpointError, ConfigError, first_line
 from modify.ops.routing import BlockRouting, RoutedOutput
-from modify.passes.runner import copy_graph, run_passes
-from modify.passes.set_capacity import SetCapacity
+from modify.passes.base import routing_of
+from modify.passes.runner import copy_graph
 
 Routing = Literal["topk", "predictor", "dense"]
 
 MOD_WEIGHTS = "mod.safetensors"
+_LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 _HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"}
 MOD_PREFIXES = ("routers.", "gates.", "predictors.")
 
@@ -100,6 +101,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         if dense is None:
             dense = AutoModelForCausalLM.from_config(config.dense_config)
         dense_config: Any = dense.config
+        config.dense_config = dense_config  # one object, so that both agree on dtype and attention
         config._attn_implementation = dense_config._attn_implementation
         super().__init__(config)
         if graph is None:
@@ -121,7 +123,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         self._graphs: dict[Routing, fx.GraphModule] = {"topk": graph, "dense": graph.meta["dense_graph"]}
         self._annealed: tuple[fx.GraphModule, ...] = ()
         self._register_constants(graph)
-        self._graph_device = _graph_device(dense)
+        self._graph_device = model_device(dense)
         for name in (
             "base_model_prefix",
             "_no_split_modules",
@@ -148,11 +150,13 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def graph(self) -> fx.GraphModule:
         """The training graph (top-k routing, `RoutedOutput`) over this model's modules as they are now."""
+        self._follow_device(model_device(self))
         return copy_graph(self._graphs["topk"], root=self)
 
     @property
     def dense_graph(self) -> fx.GraphModule:
         """The dense model's graph, which runs every block on every token, over this model's modules as they are now."""
+        self._follow_device(model_device(self))
         return copy_graph(self._graphs["dense"], root=self)
 
     @property
@@ -168,12 +172,16 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_capacities(self, capacities: Mapping[int, float] | None) -> None:
         """Let top-k routing run at other capacities (annealing); None restores those of the conversion."""
-        self._annealed = ()
-        if capacities is not None:
-            annealed, _ = run_passes(
-                self._graphs["topk"], [SetCapacity(capacities=tuple(capacities.items()))]
-            )
-            self._annealed = (annealed,)
+        if capacities is None:
+            self._annealed = ()
+            return
+        if not self._annealed:
+            self._annealed = (copy_graph(self._graphs["topk"]),)
+        graph = self._annealed[0]
+        for index, route in routing_of(graph.graph).items():
+            selection: Any = route.args[1]
+            selection.update_arg(1, capacities.get(index, self.capacities[index]))
+        graph.recompile()
 
     def forward(
         self,
@@ -190,14 +198,18 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: `[B, S]`, non-zero for real tokens; padding must be on the right.
             labels: `[B, S]` int64 targets, shifted inside, -100 for none.
             routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode.
-            kwargs: `return_dict`, and what the loss function takes (`num_items_in_batch`); `use_cache` must be false.
+            kwargs: `return_dict`, and what the loss function takes (`num_items_in_batch`, ..).
 
         Raises:
             ConfigError: unknown routing, left padding, or an argument that this model does not take.
         """
         return_dict = kwargs.pop("return_dict", None)
-        if kwargs.pop("use_cache", False) or kwargs.pop("past_key_values", None) is not None:
-            raise ConfigError("this model has no key-value cache; call it with use_cache=False")
+        loss_kwargs = {name: kwargs.pop(name) for name in _LOSS_ARGUMENTS if name in kwargs}
+        if unknown := [name for name, value in kwargs.items() if not _is_off(value)]:
+            raise ConfigError(
+                f"{', '.join(unknown)}: this model takes input_ids, attention_mask, labels and routing, and keeps no "
+                "key-value cache; leave the argument out"
+            )
         routing = routing or ("topk" if self.training else "predictor")
         if routing not in get_args(Routing):
             raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
@@ -211,7 +223,9 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **loss_kwargs
+            )
         result = MoDOutput(loss=loss, logits=logits, routing=blocks)
         return result.to_tuple() if return_dict is False else result
 
@@ -285,6 +299,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
                 {name: t.detach().cpu().contiguous() for name, t in mod.items()},
                 os.path.join(save_directory, MOD_WEIGHTS),
             )
+            self.config.dtype = self._dense[0].config.dtype  # of the tensors just written
             self.config.save_pretrained(save_directory)
             self.generation_config.save_pretrained(save_directory)
 
@@ -328,6 +343,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
                 config=config.dense_config,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                use_safetensors=True,
                 **kwargs,
             )
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
@@ -421,6 +437,11 @@ def _raise_problems(path: str, problems: Mapping[str, list[str]]) -> None:
         raise CheckpointError(f"{path}: tensors do not fit the model: {'; '.join(parts)}")
 
 
+def _is_off(value: object) -> bool:
+    """Whether an argument asks for nothing: libraries pass `use_cache=False` and the like to every model."""
+    return value is None or value is False or (isinstance(value, int) and value == 0)
+
+
 def _refuse_left_padding(attention_mask: Tensor | None) -> None:
     if attention_mask is None or torch.compiler.is_compiling():
         return
@@ -429,10 +450,6 @@ def _refuse_left_padding(attention_mask: Tensor | None) -> None:
         raise ConfigError(
             "attention_mask has padding before real tokens; pad on the right (tokenizer.padding_side='right')"
         )
-
-
-def _graph_device(dense: nn.Module) -> torch.device:
-    return next((p.device for p in dense.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 def register() -> None:

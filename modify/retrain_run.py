@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -27,6 +27,7 @@ METRICS = "metrics.jsonl"
 _RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 _TENSORBOARD = "tensorboard"
+_LOCK = "lock"
 
 
 class Run:
@@ -42,44 +43,76 @@ class Run:
         resume: bool,
         overwrite: bool,
     ) -> None:
-        """Look at what is there, and refuse what does not go together; nothing is written yet."""
+        """Look at what is there, refuse what does not go together, and lock the folder against other runs.
+
+        The lock is the main process's and is held until `finish` or `abandon`, or until that process dies. Nothing else
+        is written yet.
+        """
         self.target = target
         self.folder = target.with_name(f"{target.name}.run")
         self.config = config
-        self.record = {"config": config.to_dict(), **_fingerprint(model, rows)}
+        self.record = {"config": config.to_dict(), "processes": world_size(), **_fingerprint(model, rows)}
         self.step: int | None = None
         self.checkpoint: str | None = None
-        checkpoints = self.complete_checkpoints()
-        if resume:
-            self._check_same()
-            if checkpoints:
-                self.step = max(checkpoints)
-                self.checkpoint = str(checkpoints[self.step])
-        elif os.path.lexists(self.folder):
-            ours = {_RECORD, METRICS, CHECKPOINTS, _TENSORBOARD}
-            if not self.folder.is_dir() or any(path.name not in ours for path in self.folder.iterdir()):
-                raise StorageError(
-                    f"{self.folder} is in the way, and is no run of modify; remove or rename it"
-                )
-            if checkpoints and not overwrite:
+        self._lock: IO[bytes] | None = None
+        self._is_main = int(os.environ.get("RANK", "0")) == 0
+        self._check_folder(resume)
+        if self._is_main:
+            self._lock = _take_lock(self.folder)
+        try:
+            checkpoints = self.complete_checkpoints()
+            if resume:
+                self._check_same()
+                if checkpoints:
+                    self.step = max(checkpoints)
+                    self.checkpoint = str(checkpoints[self.step])
+            elif checkpoints and not overwrite:
                 raise StorageError(
                     f"{self.folder} holds an unfinished run at step {max(checkpoints)}; "
                     "resume it, or remove that folder to start again"
                 )
+        except BaseException:
+            self._unlock()
+            raise
 
     def complete_checkpoints(self) -> dict[int, Path]:
         """The checkpoints that every process finished, by step."""
         found = self.folder.glob(f"{CHECKPOINTS}/checkpoint-*/{COMPLETE}")
         return {int(path.parent.name.rpartition("-")[2]): path.parent for path in found}
 
+    def _check_folder(self, resume: bool) -> None:
+        """Refuse a folder that is no run's, before a lock is put into it."""
+        if resume and not (self.folder / _RECORD).is_file():
+            raise StorageError(f"there is no unfinished run to resume in {self.folder}; start without resume")
+        if resume or not os.path.lexists(self.folder):
+            return
+        ours = {_RECORD, METRICS, CHECKPOINTS, _TENSORBOARD, _LOCK}
+        if not self.folder.is_dir() or any(path.name not in ours for path in self.folder.iterdir()):
+            raise StorageError(f"{self.folder} is in the way, and is no run of modify; remove or rename it")
+
     def _check_same(self) -> None:
+        path = self.folder / _RECORD
         try:
-            started = json.loads((self.folder / _RECORD).read_text(encoding="utf-8"))
+            started = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise StorageError(
-                f"there is no unfinished run to resume in {self.folder}; start without resume"
+                f"{path} cannot be read, so that the run cannot be resumed; remove {self.folder} to start again"
             ) from error
+        if not isinstance(started, dict):
+            started = {}
+        missing = [name for name, value in self.record.items() if type(started.get(name)) is not type(value)]
+        if missing:
+            raise StorageError(
+                f"{path} does not say with which {' and '.join(missing)} the run was started, so that it cannot be "
+                f"resumed; remove {self.folder} to start again"
+            )
         self.config.refuse_difference(started["config"], str(self.folder))
+        if started["processes"] != self.record["processes"]:
+            raise ConfigError(
+                f"{self.folder} was started with a number of processes of {started['processes']}, now it is "
+                f"{self.record['processes']}: the data would come in another order; resume with as many, or start a "
+                "new run"
+            )
         for name, what in (("model", "another model"), ("data", "other data")):
             if started[name] != self.record[name]:
                 raise ConfigError(
@@ -90,8 +123,7 @@ class Run:
         """Make the folder as it was at the step that the run continues from."""
         if trainer.is_world_process_zero():
             if self.checkpoint is None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear()
             else:
                 complete = set(self.complete_checkpoints().values())
                 for path in self.folder.glob(f"{CHECKPOINTS}/checkpoint-*"):
@@ -105,8 +137,9 @@ class Run:
 
     def abandon(self) -> None:
         """Keep what can be resumed, and nothing else."""
-        if int(os.environ.get("RANK", "0")) == 0 and not self.complete_checkpoints():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._is_main and not self.complete_checkpoints():
+            self._remove()
+        self._unlock()
 
     def finish(
         self,
@@ -126,7 +159,70 @@ class Run:
                 shutil.copytree(self.folder / _TENSORBOARD, folder / _TENSORBOARD)
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove()
+        self._unlock()
+
+    def _clear(self) -> None:
+        """Empty the folder, but for the lock."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                path.unlink(missing_ok=True)
+
+    def _remove(self) -> None:
+        """Remove the folder; the lock goes last, so that nobody else writes what is then removed."""
+        with suppress(OSError):
+            self._clear()
+            (self.folder / _LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def world_size() -> int:
+    """Number of processes that the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _take_lock(folder: Path) -> IO[bytes] | None:
+    """Lock a run's folder, made if missing; the system lifts the lock when the file is closed or the process dies.
+
+    None where the platform or the file system has no such locks.
+
+    Raises:
+        StorageError: another run holds the lock, or the folder cannot be written.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        folder.mkdir(parents=True, exist_ok=True)
+        return None
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / _LOCK).open("ab")
+        except FileNotFoundError:
+            continue  # the run that had it ended just now, and removed the folder
+        except OSError as error:
+            raise StorageError(f"cannot write {folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise StorageError(
+                f"{folder} is in use by another run; wait for it to end, or choose another output"
+            ) from error
+        except OSError:  # the file system has no locks
+            file.close()
+            return None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
+                return file
+        file.close()  # locked a file that the run that had it removed
 
 
 def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_file, save_model
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import (
@@ -32,7 +32,7 @@ from modify.retrain_losses import language_loss_sum, predictor_loss, real_tokens
 from modify.retrain_run import CHECKPOINTS
 
 _WEIGHTS = "model.safetensors"
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+_WINDOW = "window-{process}.json"  # of each process
 
 
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
@@ -44,8 +44,7 @@ def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, 
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_router = _WRAPPERS.sub("", name).lstrip(".").startswith(MOD_PREFIXES)
-        rate = config.router_learning_rate if is_router else config.learning_rate
+        rate = config.router_learning_rate if name.startswith(MOD_PREFIXES) else config.learning_rate
         decay = config.weight_decay if parameter.dim() > 1 else 0.0
         groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": group, "lr": rate, "weight_decay": decay} for (rate, decay), group in groups.items()]
@@ -74,8 +73,11 @@ class MoDTrainer(Trainer):
         self.rows = rows
         self.held_out = held_out
         self.clock = Clock()
-        self._sums: dict[str, Tensor] = {}
-        self._logged = (0, 0.0)  # steps and seconds of this call, when the last entry was written
+        self._sums: dict[
+            str, Tensor
+        ] = {}  # of the steps since the last log entry, which was written at step:
+        self._logged_step = 0
+        self._timed = (0, 0.0)  # steps and seconds of this call, when the last entry was written
         self._step_targets = self._step_tokens = torch.zeros(())
         super().__init__(
             model=model,
@@ -105,7 +107,7 @@ class MoDTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over `parameter_groups`."""
         if self.optimizer is None:
-            groups = parameter_groups(self.model_itself if model is None else model, self.retrain_config)
+            groups = parameter_groups(self.model_itself, self.retrain_config)
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=_can_fuse(groups))
         return self.optimizer
 
@@ -150,6 +152,7 @@ class MoDTrainer(Trainer):
             statistics = router_statistics(mod, routing)
             statistics |= {"predictor_loss": predictor.loss, "predictor_accuracy": predictor.accuracy}
             self._note(**{name: share * value for name, value in statistics.items()})
+        self._note(loss=loss)
         loss = loss * self.accelerator.num_processes  # since gradients are averaged over processes
         return (loss, output) if return_outputs else loss
 
@@ -165,25 +168,27 @@ class MoDTrainer(Trainer):
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add this window's means to Trainer's own entry, so that every callback sees them."""
+        """Add this window's means to Trainer's own entry, so that every callback sees them.
+
+        Trainer's own `loss` is replaced: its window would be shorter after a resume.
+        """
         if "loss" in logs:
             step = self.state.global_step
-            steps, seconds = self.clock.steps - self._logged[0], self.clock.seconds - self._logged[1]
-            self._logged = (self.clock.steps, self.clock.seconds)
+            window = step - self._logged_step
+            self._logged_step = step
+            steps, seconds = self.clock.steps - self._timed[0], self.clock.seconds - self._timed[1]
+            self._timed = (self.clock.steps, self.clock.seconds)
             names = list(self._sums)
             sums = self.accelerator.reduce(
                 torch.stack([self._sums[name] for name in names]), reduction="sum"
             ).tolist()
-            logs.update({name: value / steps for name, value in zip(names, sums, strict=True)})
+            logs.update({name: value / window for name, value in zip(names, sums, strict=True)})
             self._sums = {}
             logs.update(self._schedule_values())
             logs["tokens_per_second"] = (self.tokens_at(step) - self.tokens_at(step - steps)) / seconds
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(logs.get(name, 0.0)):
-                    raise ModifyError(
-                        f"{name} became {logs[name]} at step {step}; lower learning_rate or router_learning_rate, or "
-                        "lengthen warmup"
-                    )
+                    raise _diverged(f"{name} became {logs[name]}", step)
         super().log(logs, start_time)
 
     def _schedule_values(self) -> dict[str, float]:
@@ -214,23 +219,43 @@ class MoDTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def check_weights(self) -> None:
+        """Raise `ModifyError` if this process's loss since the last log entry, or a weight, is infinite or NaN."""
+        step = self.state.global_step
+        values = [("the loss", self._sums["loss"])] if "loss" in self._sums else []
+        values += [(f"parameter {name}", value) for name, value in self.model_itself.named_parameters()]
+        with torch.no_grad():
+            finite = torch.stack([value.isfinite().all() for _, value in values]).tolist()
+        for (name, _), good in zip(values, finite, strict=True):
+            if not good:
+                raise _diverged(f"{name} became infinite or nan", step)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save what is finite, with the sums of the log window that is under way."""
+        self.check_weights()
+        super()._save_checkpoint(model, trial)
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        sums = {name: value.item() for name, value in self._sums.items()}
+        window = {"logged_step": self._logged_step, "sums": sums}
+        name = _WINDOW.format(process=self.args.process_index)
+        (folder / name).write_text(json.dumps(window) + "\n", encoding="utf-8")
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write every tensor under its own name, one file, no pickle."""
         if not self.args.should_save:
             return
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        if state_dict is None:
-            save_model(self.model_itself, str(folder / _WEIGHTS))
-        else:
-            save_file({k: v.detach().cpu().contiguous() for k, v in state_dict.items()}, folder / _WEIGHTS)
+        save_model(self.model_itself, str(folder / _WEIGHTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Read what `_save` wrote, strictly."""
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_model(self.model_itself, os.path.join(resume_from_checkpoint, _WEIGHTS))
+        """Read what `_save` and `_save_checkpoint` wrote, strictly."""
+        load_model(self.model_itself, os.path.join(resume_from_checkpoint, _WEIGHTS))
+        path = Path(resume_from_checkpoint, _WINDOW.format(process=self.args.process_index))
+        window = json.loads(path.read_text(encoding="utf-8"))
+        self._logged_step = window["logged_step"]
+        device = self.args.device
+        self._sums = {name: torch.tensor(value, device=device) for name, value in window["sums"].items()}
 
 
 def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArguments:
@@ -264,6 +289,12 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: one process each, never DataParallel's threads
     return arguments
+
+
+def _diverged(what: str, step: int) -> ModifyError:
+    return ModifyError(
+        f"{what} at step {step}; lower learning_rate or router_learning_rate, or lengthen warmup"
+    )
 
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:

@@ -20,7 +20,7 @@ from modify.errors import ConfigError, DataError, ModifyError, StorageError
 from modify.evaluation import Metrics, evaluate, find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import RetrainConfig
-from modify.retrain_run import Run
+from modify.retrain_run import Run, world_size
 from modify.storage import check_target, is_no_space
 from modify.thresholds import calibrate_thresholds
 
@@ -114,14 +114,16 @@ def retrain(
     Raises:
         ConfigError: an option does not fit the model, or differs from what the run to be resumed was started with.
         DataError: the data cannot be read, does not fit the model, or has fewer rows than one batch.
-        StorageError: `output_dir` exists, there is an unfinished run that neither `resume` nor `overwrite` covers, or
-            there is none to resume.
-        ModifyError: the loss became infinite or NaN, or a package is missing.
+        StorageError: `output_dir` exists, another process is working on it, there is an unfinished run that neither
+            `resume` nor `overwrite` covers, or there is none to resume.
+        ModifyError: the loss or a weight became infinite or NaN, a package is missing, or the launcher asks for FSDP or
+            DeepSpeed.
     """
     config = config or RetrainConfig()
     target = Path(os.path.abspath(output_dir))
     check_target(target, overwrite)
     _check_packages(config)
+    _check_launcher()
     _check_model(model, config)
     tokenizer = tokenizer or find_tokenizer(model)
     rows = packed_rows(model, data, tokenizer, config.length)
@@ -186,6 +188,7 @@ def _train(
         trainer = MoDTrainer(model, config, run.folder, training, rows, list(callbacks), hook)
         run.begin(trainer)
         trainer.train(resume_from_checkpoint=run.checkpoint)
+        trainer.check_weights()
     finally:
         vars(model.config).pop("use_cache", None)  # Trainer sets it
         if use_cache is not None:
@@ -220,6 +223,14 @@ def _check_packages(config: RetrainConfig) -> None:
         )
 
 
+def _check_launcher() -> None:
+    for name in ("FSDP", "DeepSpeed"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("1", "true", "yes"):
+            raise ModifyError(
+                f"{name} is not supported yet; use DDP: torchrun or accelerate launch without {name}"
+            )
+
+
 def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -239,7 +250,7 @@ def _split(rows: PackedDataset, config: RetrainConfig) -> tuple[Tensor, Subset[d
     kept = min(config.calibration_rows, count // 8)
     held = {(2 * i + 1) * count // (2 * kept) for i in range(kept)}
     training = [index for index in range(count) if index not in held]
-    needed = config.batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+    needed = config.batch_size * world_size()
     if len(training) < needed:
         raise DataError(
             f"the data has {len(training)} rows of {rows.length} tokens to train on, and one batch takes {needed}; "

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from modify.errors import ModifyError, StorageError
 
-# What `modify` writes holds one of these; nothing else is ever replaced.
-_OURS = ("config.json", "manifest.json")
+# Every directory that `modify` writes holds this file; no other directory is ever replaced.
+MARKER = ".modify"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -26,8 +26,8 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
 
     Args:
         path: the directory to write.
-        overwrite: replace an existing directory, once the new one is complete. Only a directory that is empty or holds
-            a `config.json` or `manifest.json` is ever replaced.
+        overwrite: replace an existing directory, once the new one is complete. Only a directory that is empty or was
+            written here, as its file `.modify` tells, is ever replaced.
 
     Raises:
         StorageError: `path` exists and is not to be replaced, cannot be created, or the disk is full.
@@ -42,6 +42,7 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
             made = _make_parents(target.parent)
             temporary.mkdir()
             yield temporary
+            (temporary / MARKER).touch()
             check_target(target, overwrite)  # somebody may have made it meanwhile
             _replace(temporary, target)
         complete = True
@@ -82,11 +83,18 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise StorageError(f"{target} already exists; choose another output, or allow overwriting it")
     if target.is_symlink():
         raise StorageError(f"{target} is a symbolic link and is not overwritten; choose another output")
-    names = {entry.name for entry in target.iterdir()}
-    if names and not names.intersection(_OURS):
+    if any(target.iterdir()) and not (target / MARKER).is_file():
         raise StorageError(
-            f"{target} holds neither {' nor '.join(_OURS)}, so modify did not write it and does not overwrite it; "
+            f"{target} was not written by modify (it has no {MARKER} file) and is not overwritten; "
             "remove it yourself or choose another output"
+        )
+
+
+def check_apart(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Raise `StorageError` where replacing `target` would remove `source`."""
+    if Path(source).resolve().is_relative_to(Path(target).resolve()):
+        raise StorageError(
+            f"the output {target} would replace {source}, which is read; choose another output"
         )
 
 

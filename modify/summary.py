@@ -103,7 +103,6 @@ def summarize(
     *,
     batch: int = 1,
     length: int | None = None,
-    trust_remote_code: bool = False,
 ) -> Summary:
     """Summarise a checkpoint, dense or converted, a directory or a `.gguf` file.
 
@@ -111,7 +110,6 @@ def summarize(
         path: the checkpoint.
         batch: number of sequences to count for.
         length: tokens per sequence; by default 2048, or the model's context where that is shorter.
-        trust_remote_code: run model code that comes with a dense checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of a kind that cannot be used.
@@ -119,10 +117,10 @@ def summarize(
         ConfigError: `batch` or `length` is out of range.
     """
     path = Path(path)
-    config = _read_config(path, trust_remote_code)
+    config = _read_config(path)
     dense_config = config.dense_config if isinstance(config, MoDModelConfig) else config
     assert isinstance(dense_config, PreTrainedConfig)
-    model = skeleton(dense_config, trust_remote_code=trust_remote_code)
+    model = skeleton(dense_config)
     model.tie_weights()  # building parameters on the meta device unties them
     longest = max_length(model)
     if length is None:
@@ -163,7 +161,7 @@ def summarize(
     )
 
 
-def _read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
+def _read_config(path: Path) -> PreTrainedConfig:
     if path.suffix == ".gguf" and path.is_file():
         try:
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
@@ -173,7 +171,7 @@ def _read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
             ) from error
     check_weights(path)
     if not is_converted(path):
-        return read_dense_config(path, trust_remote_code=trust_remote_code)
+        return read_dense_config(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -149,8 +149,17 @@ def test_what_it_cannot_do_is_refused(model):
     left[0, :3] = 0
     with pytest.raises(ConfigError, match="pad on the right"):
         model(IDS, attention_mask=left)
-    with pytest.raises(ConfigError, match="no key-value cache"):
-        model(IDS, use_cache=True)
+    for argument in (
+        "use_cache",
+        "cache",
+        "past_key_values",
+        "position_ids",
+        "output_hidden_states",
+        "nonsense",
+    ):
+        with pytest.raises(ConfigError, match=f"{argument}: this model takes input_ids"):
+            model(IDS, **{argument: True})
+    assert model(IDS, use_cache=False, output_attentions=None).logits is not None
 
 
 def edit(path, change) -> None:
@@ -206,6 +215,33 @@ def test_other_directories_are_refused(model, tmp_path):
     (tmp_path / "mod" / MOD_WEIGHTS).unlink()
     with pytest.raises(CheckpointError, match=f"has no {MOD_WEIGHTS}"):
         modify.load(tmp_path / "mod")
+    model.save_pretrained(tmp_path / "mod")
     config = json.loads((tmp_path / "mod" / "config.json").read_text())
     config["mod_config"]["capacity"] = 3
     (tmp_path / "mod" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="capacity must lie in"):
+        modify.load(tmp_path / "mod")
+    (tmp_path / "mod" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is no checkpoint directory"):
+        modify.load(tmp_path / "mod")
+
+
+def test_pickled_weights_are_never_read(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="dense weights cannot be read"):
+        modify.load(tmp_path)
+
+
+def test_a_changed_dtype_survives_the_round_trip(tmp_path):
+    """A bfloat16 checkpoint is retrained in float32; what is saved must come back in float32."""
+    model = modify.MoDForCausalLM.from_dense(tiny_model("llama"), modify.MoDConfig()).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "low")
+    assert modify.load(tmp_path / "low").lm_head.weight.dtype == torch.bfloat16
+    loaded = modify.load(tmp_path / "low", dtype=torch.float32)
+    with torch.no_grad():
+        loaded.lm_head.weight.add_(1e-5)
+    loaded.save_pretrained(tmp_path / "high")
+    again = modify.load(tmp_path / "high")
+    assert torch.equal(again.lm_head.weight, loaded.lm_head.weight)

@@ -23,7 +23,6 @@ from modify.passes.pipelines import CONVERT, DENSE, PREDICT, PREFILL, build, che
 from modify.passes.printing import print_graph
 from modify.passes.route_by_predictor import RouteByPredictor
 from modify.passes.runner import clean_up, copy_graph, run_passes
-from modify.passes.set_capacity import SetCapacity
 
 BATCH, LENGTH = 3, 13
 OPTIONS = {
@@ -83,8 +82,8 @@ def test_declared_shapes_are_true(request, padded_batch, family, name):
 
 
 @pytest.mark.parametrize("capacity", [0.05, 0.25, 1.0])
-def test_declared_shapes_are_true_at_another_capacity(llama_routed, padded_batch, capacity):
-    graph, _ = run_passes(llama_routed, [SetCapacity(capacities=((1, capacity),))])
+def test_declared_shapes_are_true_at_another_capacity(llama_graph, padded_batch, capacity):
+    graph, _ = run_passes(llama_graph, build(CONVERT, OPTIONS | {"layers": ((1, capacity),)}))
     truth = Truth(graph)
     truth.run(*padded_batch(LENGTH))
     assert not truth.wrong, "\n".join(truth.wrong)

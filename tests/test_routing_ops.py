@@ -134,25 +134,22 @@ def test_topk_is_the_naive_selection(batch):
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from(["1", "1.25", "2"]), values)
-@mock.patch.object(routing, "PREDICTOR_CHUNK", 8)
 def test_predicted_is_the_naive_selection(batch, slack, threshold):
     logits, mask, capacity, keep_first = batch
     whole = [[True] * len(row) for row in mask]
-    for real, given_mask in ((whole, None), (whole, whole), (mask, mask)):
-        selection = select_predicted(
-            torch.tensor(logits),
-            torch.tensor(threshold),
-            float(Fraction(capacity)),
-            float(slack),
-            keep_first,
-            None if given_mask is None else torch.tensor(given_mask),
-        )
-        rows = zip(logits, real, strict=True)
-        check(
-            selection,
-            [naive_predicted(r, threshold, m, capacity, slack, keep_first) for r, m in rows],
-            given_mask,
-        )
+    with mock.patch.object(routing, "PREDICTOR_CHUNK", 8):
+        for real, given_mask in ((whole, None), (whole, whole), (mask, mask)):
+            selection = select_predicted(
+                torch.tensor(logits),
+                torch.tensor(threshold),
+                float(Fraction(capacity)),
+                float(slack),
+                keep_first,
+                None if given_mask is None else torch.tensor(given_mask),
+            )
+            rows = zip(logits, real, strict=True)
+            expected = [naive_predicted(r, threshold, m, capacity, slack, keep_first) for r, m in rows]
+            check(selection, expected, given_mask)
 
 
 def test_ties_go_to_the_earlier_position():

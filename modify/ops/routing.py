@@ -130,8 +130,8 @@ def select_predicted(
     """Select the tokens whose predictor logit exceeds `threshold`: causal routing for inference (section 3.5).
 
     A token's decision depends on its own hidden state. So that shapes stay static, no more than `chunk_limit` of each
-    `PREDICTOR_CHUNK` consecutive tokens run: within a chunk tokens are served in order of position, and those beyond the
-    limit skip the block. The limit depends on a token's position and on nothing that follows it, so that a prefix is
+    `PREDICTOR_CHUNK` consecutive tokens run: within a chunk tokens are served in order of position, and those beyond
+    the limit skip the block. The limit depends on a token's position and on nothing that follows it, so that a prefix is
     routed alike whatever its continuation, and a prompt alike whether it is processed at once or token by token.
 
     Args:
