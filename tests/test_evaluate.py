@@ -65,7 +65,8 @@ def test_against_a_naive_loop(model: MoDForCausalLM, routing: str) -> None:
         assert found.predictor_accuracy == pytest.approx(sum(agreed.values()) / 192)
         assert found.flops is not None
         assert found.dense_flops is not None
-        assert found.flops < found.dense_flops
+        if routing == "topk":  # a predictor may run all tokens of a row as short as this
+            assert found.flops < found.dense_flops
         assert found.flops_ratio == found.flops / found.dense_flops
 
 

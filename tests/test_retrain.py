@@ -231,6 +231,14 @@ def test_user_errors_leave_nothing_behind(tmp_path: Path) -> None:
         modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=out)
 
 
+@pytest.mark.parametrize("name", ["FSDP", "DeepSpeed"])
+def test_sharded_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")  # what `accelerate launch` sets
+    with pytest.raises(ModifyError, match=f"^{name} is not supported yet; use DDP: torchrun or accelerate"):
+        modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     class Full(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

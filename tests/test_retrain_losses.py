@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 from toy import VOCABULARY, toy_model
 
@@ -128,21 +127,3 @@ def test_parameter_groups() -> None:
     assert found["predictors.1.up.bias"] == (1e-2, 0.0)
     assert found["routers.3.weight"] == (1e-2, 0.0)
     assert found["gates.3.alpha"] == (1e-2, 0.0)
-
-
-def test_parameter_groups_see_through_wrappers() -> None:
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)
-
-    config = RetrainConfig(learning_rate=1e-4, router_learning_rate=1e-2)
-
-    def sizes(model: torch.nn.Module) -> list[tuple[float, float, int]]:
-        return sorted((g["lr"], g["weight_decay"], len(g["params"])) for g in parameter_groups(model, config))
-
-    model = toy_model(0.25)
-    assert sizes(Wrapper(model)) == sizes(model)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 import modify
 from modify import RetrainConfig, RetrainReport
-from modify.errors import ConfigError, StorageError
+from modify.errors import ConfigError, ModifyError, StorageError
 
 # Dropout and random routing use the generators, accumulation splits steps, and 36 rows make an epoch of 6 steps.
 CONFIG = RetrainConfig(
@@ -99,6 +99,10 @@ def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
         run_to(tmp_path / "out", rows=41, resume=True)
     with pytest.raises(ConfigError, match="was started with another model"):
         modify.retrain(toy_model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "out", resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match="was started with a number of processes of 1, now it is 2"):
+            run_to(tmp_path / "out", resume=True)
 
     resumed = run_to(tmp_path / "out", resume=True)
     assert (resumed.resumed_from, whole.resumed_from) == (3, None)
@@ -106,16 +110,19 @@ def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C after step 8, in the second epoch."""
+    """Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 8:
+        if state.global_step == self.step:
             raise KeyboardInterrupt
 
 
 def test_interrupted_and_resumed_at_an_epoch(tmp_path: Path, whole: RetrainReport) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_to(tmp_path / "out", callbacks=[Interrupt()])
+        run_to(tmp_path / "out", callbacks=[Interrupt(8)])  # in the second epoch
     kept = sorted(path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir())
     assert kept == ["checkpoint-3", "checkpoint-6"]
     resumed = run_to(tmp_path / "out", resume=True)
@@ -125,12 +132,84 @@ def test_interrupted_and_resumed_at_an_epoch(tmp_path: Path, whole: RetrainRepor
 
 def test_a_run_without_a_complete_checkpoint_starts_again(tmp_path: Path, whole: RetrainReport) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_to(tmp_path / "out", callbacks=[Interrupt()])
+        run_to(tmp_path / "out", callbacks=[Interrupt(4)])
     for path in (tmp_path / "out.run" / "checkpoints").iterdir():
         (path / "complete").unlink()
     resumed = run_to(tmp_path / "out", resume=True)
     assert resumed.resumed_from is None
     check_same(resumed, whole)
+
+
+PLAIN = RetrainConfig(steps=7, length=16, batch_size=3, calibration_rows=4)
+
+
+def plain(folder: Path, config: RetrainConfig, **options: Any) -> RetrainReport:
+    return modify.retrain(toy_model(), toy_rows(), config=config, output_dir=folder, **options)
+
+
+def test_log_windows_go_on_after_a_resume(tmp_path: Path) -> None:
+    config = dataclasses.replace(PLAIN, log_every=3, save_every=4)
+    whole = plain(tmp_path / "whole", config)
+    with pytest.raises(KeyboardInterrupt):
+        plain(tmp_path / "out", config, callbacks=[Interrupt(5)])
+    resumed = plain(tmp_path / "out", config, resume=True)
+    assert resumed.resumed_from == 4
+    assert [e["step"] for e in resumed.history] == [3, 6, 7]
+    for found, expected in zip(resumed.history, whole.history, strict=True):
+        assert {**found, "tokens_per_second": 0} == {**expected, "tokens_per_second": 0}
+
+
+def test_no_checkpoint_holds_nan(tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == self.step:
+                with torch.no_grad():
+                    model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] = torch.nan
+
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+    config = dataclasses.replace(PLAIN, save_every=2, log_every=10)
+    out, name = tmp_path / "out", r"parameter model\.layers\.0\.mlp\.up_proj\.weight"
+    with pytest.raises(ModifyError, match=rf"^{name} became infinite or nan at step 4; lower learning_rate"):
+        plain(out, config, callbacks=[Poison(4)])
+    with pytest.raises(ModifyError, match=r"^the loss became infinite or nan at step 4; lower learning_rate"):
+        plain(out, config, callbacks=[Poison(3)], overwrite=True)
+    (kept,) = (tmp_path / "out.run" / "checkpoints").iterdir()
+    assert kept.name == "checkpoint-2"
+    with pytest.raises(ModifyError, match=rf"^{name} became infinite or nan at step 7"):
+        plain(out, config, callbacks=[Poison(7)], resume=True)
+    assert not out.exists()
+
+
+def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
+    refused = []
+
+    class StartAgain(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for options in ({}, {"overwrite": True}, {"resume": True}):
+                with pytest.raises(StorageError, match=r"out\.run is in use by another run; wait for it"):
+                    plain(tmp_path / "out", config, **options)
+                refused.append(state.global_step)
+
+    config = dataclasses.replace(PLAIN, steps=2, save_every=1)
+    plain(tmp_path / "out", config, callbacks=[StartAgain()])
+    assert refused == [1, 1, 1, 2, 2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"config": 3, "processes": "one"}'])
+def test_a_damaged_record_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "out.run").mkdir()
+    (tmp_path / "out.run" / "run.json").write_text(text)
+    with pytest.raises(
+        StorageError,
+        match=r"run\.json does not say with which config and processes and model and data the run",
+    ):
+        plain(tmp_path / "out", PLAIN, resume=True)
+    (tmp_path / "out.run" / "run.json").write_text(text[:-1])
+    with pytest.raises(StorageError, match=r"run\.json cannot be read"):
+        plain(tmp_path / "out", PLAIN, resume=True)
 
 
 if __name__ == "__main__":
