@@ -64,7 +64,8 @@ class Parity:
 
     Attributes:
         inputs: `random`, `text`, or either with `, padded`.
-        reference: `lowered`, the static graph that was exported, or `eager`, the graph before it was made static.
+        reference: `lowered`, the static graph that was exported, or `eager`, the model's own graph
+            (for `topk` and `predictor` the training graph), which no pass of the export has changed.
         max_difference: greatest |difference| between the logits of real tokens, given the same token selections.
         tokens_differ: how many selections of a token by a block differ, because their scores were rounded differently
             around the threshold.

@@ -25,7 +25,7 @@ from modify.export.bundle import Manifest, RoutedBlock, TensorSpec, copy_compani
 from modify.export.engine import create_session, import_onnxruntime
 from modify.export.operators import check_operators, tensorrt_obstacles
 from modify.export.parity import Batch, Decision, check_parity
-from modify.export.prefill import Logits, Routing, Selector, lower_prefill, reference_graph, selectors
+from modify.export.prefill import Logits, Routing, Selector, lower_prefill, selectors
 from modify.flops import count_flops, static_experts
 from modify.ops.modules import RandomRouter
 from modify.passes.runner import copy_graph
@@ -83,9 +83,9 @@ def to_onnx(
 
     The bundle appears only when it has passed two checks. Its operators must suit ONNX Runtime and TensorRT:
     `modify.export.operators`. Its logits in ONNX Runtime must be those of PyTorch, of the static graph as well as of
-    the eager graph that it was lowered from, on random token ids and on `verify_inputs`. Where rounding carries a score
-    across the selection threshold, the comparison follows the selection that ONNX Runtime took, and requires that the
-    scores explain it: `modify.export.parity`.
+    the model's own graph before any pass of the export, on random token ids and on real text. Where rounding carries a
+    score across the selection threshold, the comparison follows the selection that ONNX Runtime took, and requires that
+    the scores explain it: `modify.export.parity`.
 
     Args:
         model: a `MoDForCausalLM`; or a graph, from `modify.convert` or from `modify.capture` with its masks classified.
@@ -137,15 +137,13 @@ def to_onnx(
             proto = _load(folder / MODEL)
             check_operators(proto)
             stages.begin("comparing with PyTorch")
-            reference = reference_graph(
-                graph, routing=routing, logits=logits, predictor_slack=predictor_slack
-            )
             parity = check_parity(
                 _runner(folder / MODEL),
                 _diagnoser(folder / MODEL, proto, selectors(lowered)),
-                {"lowered": lowered, "eager": reference},
+                {"lowered": lowered, "eager": graph},
                 batches,
                 tolerance,
+                predictor_slack if routing == "predictor" else None,
             )
             flops, causal_flops = (count_flops(lowered, batch, length, causal=c) for c in (False, True))
         (folder / _DIAGNOSIS).unlink(missing_ok=True)

@@ -9,6 +9,9 @@ scores on which every routed block decided and with the tokens it took, and thre
 2. PyTorch, made to select by those scores, finds scores within the tolerance of them in every block.
 3. PyTorch, made to select by those scores, finds logits within the tolerance of the exported model's.
 
+The reference need not have passed through any pass of the export. A training graph returns the logits of every token,
+of which the last real one is indexed here; and where predictors decide, they are asked here instead of its top-k.
+
 Then every selection that differs is explained by score differences within the tolerance, and it is counted in the
 report. Anything else fails.
 """
@@ -27,7 +30,8 @@ from torch import Tensor, fx
 from modify.errors import ExportError
 from modify.export.bundle import Parity
 from modify.export.prefill import selectors
-from modify.ops.routing import Selection
+from modify.ops.routing import RoutedOutput, Selection, select_predicted, select_topk
+from modify.passes.base import routing_of
 
 # The extra outputs keep some operators from being fused, and so change the rounding; some level agrees with the model.
 _OPTIMIZATIONS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")
@@ -80,15 +84,17 @@ def check_parity(
     references: Mapping[str, fx.GraphModule],
     batches: Sequence[Batch],
     tolerance: float,
+    predictor_slack: float | None = None,
 ) -> tuple[Parity, ...]:
     """Compare the exported model with PyTorch graphs; see the module's text for how near-ties are treated.
 
     Args:
         run: the exported model: inputs to logits.
         diagnose: the same at an optimization level of ONNX Runtime: inputs to decisions, by block index.
-        references: graphs that return logits, by name.
+        references: graphs that return logits or a `RoutedOutput`, by name.
         batches: what to compare on.
         tolerance: the greatest |difference| of logits, and of scores relative to the greatest score.
+        predictor_slack: see `follow`.
 
     Raises:
         ExportError: they disagree; the message says on what, and by how much.
@@ -106,7 +112,7 @@ def check_parity(
                     known[level] = diagnose(level, batch.feeds())
                 return known[level]
 
-            found.append(_compare(name, graph, batch, logits, decide, tolerance))
+            found.append(_compare(name, graph, batch, logits, decide, tolerance, predictor_slack))
     return tuple(found)
 
 
@@ -117,8 +123,9 @@ def _compare(
     logits: Tensor,
     decide: Callable[[str], dict[int, Decision]],
     tolerance: float,
+    predictor_slack: float | None,
 ) -> Parity:
-    expected, _ = follow(graph, batch, {})
+    expected, _ = follow(graph, batch, {}, predictor_slack)
     difference = _difference(logits, expected, batch)
     if difference <= tolerance:
         return Parity(inputs=batch.name, reference=reference, max_difference=difference)
@@ -127,9 +134,8 @@ def _compare(
         raise ExportError(f"{where} by {difference:.2g} in the logits; at most {tolerance:.2g} is allowed")
     for level in _OPTIMIZATIONS:
         decisions = decide(level)
-        expected, seen = follow(
-            graph, batch, {block: decision.scores for block, decision in decisions.items()}
-        )
+        scores_taken = {block: decision.scores for block, decision in decisions.items()}
+        expected, seen = follow(graph, batch, scores_taken, predictor_slack)
         _check_selections(decisions, seen, where)
         scores = max(_score_difference(decisions[block].scores, seen[block].scores, batch) for block in seen)
         given = _difference(logits, expected, batch)
@@ -148,24 +154,36 @@ def _compare(
 
 
 def follow(
-    graph: fx.GraphModule, batch: Batch, scores: Mapping[int, Tensor]
+    graph: fx.GraphModule,
+    batch: Batch,
+    scores: Mapping[int, Tensor],
+    predictor_slack: float | None = None,
 ) -> tuple[Tensor, dict[int, Seen]]:
-    """Run `graph`, selecting by the given scores where there are some; return logits and what each block saw."""
-    interpreter = _Follower(graph, scores)
+    """Run `graph`, selecting by the given scores where there are some; return logits and what each block saw.
+
+    With `predictor_slack`, a training graph's blocks take the tokens that their predictors select, with that slack, in
+    place of the top-k.
+    """
+    interpreter = _Follower(graph, scores, predictor_slack)
     device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
     inputs = [batch.input_ids.to(device)]
     if len(graph.graph.find_nodes(op="placeholder")) > 1:
         inputs.append(batch.real().long().to(device))
     with torch.no_grad():
-        logits = interpreter.run(*inputs)
+        output = interpreter.run(*inputs)
+    logits: Tensor = output.logits if isinstance(output, RoutedOutput) else output
     return logits.float().cpu(), interpreter.seen
 
 
 class _Follower(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, scores: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, scores: Mapping[int, Tensor], predictor_slack: float | None
+    ) -> None:
         super().__init__(graph)
         self.blocks = {selector.node: selector.block for selector in selectors(graph)}
         self.scores = scores
+        self.predictor_slack = predictor_slack
+        self.routes = routing_of(graph.graph)
         self.seen: dict[int, Seen] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -173,19 +191,38 @@ class _Follower(fx.Interpreter):
             return super().run_node(n)
         block = self.blocks[n]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        selection = own = super().run_node(n)
+        select: Any = n.target
+        if self.predictor_slack is not None and select is select_topk and args[1] != 1.0:
+            _, capacity, keep_first, padding = args
+            threshold = self.module.get_buffer(f"predictors.{block}.threshold")
+            logits = self._predicted(block)
+            select, args = (
+                select_predicted,
+                (logits, threshold, capacity, self.predictor_slack, keep_first, padding),
+            )
+        selection = own = select(*args, **kwargs)
         if block in self.scores:
             given = self.scores[block].to(args[0].device)
-            selection = self.call_function(n.target, (given, *args[1:]), kwargs)
+            selection = select(given, *args[1:], **kwargs)
         self.seen[block] = Seen(args[0].cpu(), own, selection)
         return selection
 
+    def _predicted(self, block: int) -> Tensor:
+        """The predictor's logits, which the graph may compute only after the selection."""
+        node = self.routes[block].args[2]
+        if node not in self.env:
+            return super().run_node(node)
+        return self.env[node]
+
 
 def _difference(logits: Tensor, expected: Tensor, batch: Batch) -> float:
-    """Greatest |difference| over real tokens; infinite where there are NaNs."""
+    """Greatest |difference| over real tokens; infinite where there are NaNs. `logits` may be the last tokens' alone."""
+    real = batch.real()
+    if logits.shape[1] != expected.shape[1]:
+        expected = expected[torch.arange(len(real)), real.sum(dim=1) - 1].unsqueeze(1)
     difference = (logits - expected).abs().amax(dim=-1)
-    if difference.shape == batch.input_ids.shape:
-        difference = difference[batch.real()]
+    if difference.shape == real.shape:
+        difference = difference[real]
     return float(difference.nan_to_num(nan=torch.inf).max())
 
 
@@ -198,6 +235,9 @@ def _score_difference(scores: Tensor, expected: Tensor, batch: Batch) -> float:
 def _check_selections(decisions: Mapping[int, Decision], seen: Mapping[int, Seen], where: str) -> None:
     for block, decision in decisions.items():
         given = seen[block].given
+        if given.tokens.shape != decision.tokens.shape:
+            sizes = f"{decision.tokens.shape[1]} tokens instead of {given.tokens.shape[1]}"
+            raise ExportError(f"{where}: block {block} takes {sizes}")
         same = given.tokens.cpu().eq(decision.tokens)
         if given.valid is not None:
             same = same | ~given.valid.cpu()  # a slot that holds no selected token

@@ -9,9 +9,7 @@ from torch import fx
 
 from modify.errors import ExportError
 from modify.ops.routing import select_predicted, select_topk
-from modify.passes.base import GraphPass, longest_sequence
-from modify.passes.flatten_token_indexing import FlattenTokenIndexing
-from modify.passes.freeze_shapes import FreezeShapes
+from modify.passes.base import longest_sequence
 from modify.passes.keep_last_logits import KeepLastLogits
 from modify.passes.pipelines import PREFILL, build
 from modify.passes.route_by_predictor import RouteByPredictor
@@ -89,15 +87,10 @@ def lower_prefill(
         PassError: the graph does not fit the passes.
     """
     check_options(graph_module, batch=batch, length=length, routing=routing, logits=logits)
-    return _run(graph_module, (), batch, length, routing, logits, padding, predictor_slack)
-
-
-def reference_graph(
-    graph_module: fx.GraphModule, *, routing: Routing, logits: Logits, predictor_slack: float
-) -> fx.GraphModule:
-    """Return the same computation before it is made static: symbolic shapes, masks and plain gathers as in training."""
-    static = (FreezeShapes, FlattenTokenIndexing)
-    return _run(graph_module, static, 1, 2, routing, logits, True, predictor_slack)
+    without = (RouteByPredictor,) * (routing != "predictor") + (KeepLastLogits,) * (logits == "all")
+    options = {"batch": batch, "length": length, "padding": padding, "predictor_slack": predictor_slack}
+    lowered, _ = run_passes(graph_module, build(PREFILL, options, without=without))
+    return lowered
 
 
 def check_options(
@@ -121,22 +114,3 @@ def check_options(
             raise ExportError(f"{name} must be an integer of at least {least}, got {number!r}")
     if length > (longest := longest_sequence(graph_module.graph)):
         raise ExportError(f"length {length} exceeds the {longest} positions of the model's context")
-
-
-def _run(
-    graph_module: fx.GraphModule,
-    without: tuple[type[GraphPass], ...],
-    batch: int,
-    length: int,
-    routing: str,
-    logits: str,
-    padding: bool,
-    predictor_slack: float,
-) -> fx.GraphModule:
-    if routing != "predictor":
-        without += (RouteByPredictor,)
-    if logits == "all":
-        without += (KeepLastLogits,)
-    options = {"batch": batch, "length": length, "padding": padding, "predictor_slack": predictor_slack}
-    lowered, _ = run_passes(graph_module, build(PREFILL, options, without=without))
-    return lowered

@@ -148,9 +148,7 @@ def _obstacle(
     return None
 
 
-def _try_out(
-    graph_module: fx.GraphModule, node: fx.Node, sizes: tuple[sympy.Expr, sympy.Expr]
-) -> str | None:
+def _try_out(graph_module: fx.GraphModule, node: fx.Node, sizes: tuple[sympy.Expr, sympy.Expr]) -> str | None:
     """Run a module on random tokens, together and one by one; return why it may not run on one token, or None."""
     module = graph_module.get_submodule(str(node.target))
     if type(module) is nn.Linear and "forward" not in vars(module):

@@ -10,13 +10,16 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from modify.config import MoDConfig
 from modify.convert import convert
 from modify.errors import ExportError, StorageError
-from modify.export import load_engine, lower_prefill, read_manifest, to_onnx, to_tensorrt
+from modify.export import load_engine, read_manifest, to_onnx, to_tensorrt
+from modify.ops.routing import predictor_slots, select_predicted, select_topk
+from modify.passes import keep_last_logits
+from modify.passes.route_by_predictor import RouteByPredictor
 
 LENGTH = 24
 
@@ -62,6 +65,23 @@ def graphs() -> dict[str, fx.GraphModule]:
     return {"llama": converted(llama), "neox": converted(neox)}
 
 
+def predicted_logits(graph: fx.GraphModule, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The logits of the training graph when its predictors decide; no pass of the export takes part."""
+
+    class Predicted(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            if n.target is not select_topk:
+                return super().run_node(n)
+            (_, capacity, keep_first, padding), _ = self.fetch_args_kwargs_from_env(n)
+            block = n.args[0].target.removeprefix("routers.")
+            predictor = graph.get_submodule(f"predictors.{block}")
+            predicted = predictor(self.env[n.args[0].args[0]])
+            return select_predicted(predicted, predictor.threshold, capacity, 1.25, keep_first, padding)
+
+    with torch.no_grad():
+        return Predicted(graph).run(ids, mask).logits
+
+
 @pytest.mark.parametrize(
     ("name", "routing", "padding", "batch", "logits"),
     [
@@ -97,7 +117,8 @@ def test_bundle_agrees_with_pytorch_and_builds_with_tensorrt(
         logits=logits,
         verify_inputs=range(50),
     )
-    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data"]
+    names = [".modify", "manifest.json", "model.onnx", "model.onnx.data"]
+    assert sorted(path.name for path in out.iterdir()) == names
     manifest = read_manifest(out)
     assert manifest == report.manifest
     assert max(parity.max_difference for parity in manifest.parity) < 1e-5
@@ -105,7 +126,7 @@ def test_bundle_agrees_with_pytorch_and_builds_with_tensorrt(
         {"random", "random, padded", "text", "text, padded"} if padding else {"random", "text"}
     )
     assert {parity.reference for parity in manifest.parity} == {"lowered", "eager"}
-    slots = 8 if routing == "predictor" else 6  # ceil(1.25 * 6)
+    slots = predictor_slots(0.25, 1.25, LENGTH) if routing == "predictor" else 6
     expected = [] if routing == "dense" else [(0, 0.25, slots), (2, 0.25, slots)]
     assert [(b.block, b.capacity, b.tokens) for b in manifest.routed_blocks] == expected
     assert manifest.tensorrt_obstacles == ()
@@ -116,9 +137,7 @@ def test_bundle_agrees_with_pytorch_and_builds_with_tensorrt(
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH - 5], [LENGTH]])[:batch]).long() if padding else None
     got = torch.from_numpy(engine(ids.numpy(), None if mask is None else mask.numpy()))
     if routing == "predictor":
-        want = lower_prefill(
-            graphs[name], batch=batch, length=LENGTH, routing=routing, logits="all", padding=padding
-        )(*(tensor for tensor in (ids, mask) if tensor is not None))
+        want = predicted_logits(graphs[name], ids, mask)
     else:
         graph = graphs[name].meta["dense_graph"] if routing == "dense" else graphs[name]
         want = graph(ids, mask)
@@ -134,6 +153,68 @@ def test_bundle_agrees_with_pytorch_and_builds_with_tensorrt(
     assert read_manifest(tmp_path / "engine").files["model.engine"].bytes > 1000
     with pytest.raises(ExportError, match="holds an engine for tensorrt-rtx"):
         load_engine(tmp_path / "engine")
+
+
+class Shift(nn.Module):
+    """A leaf module that mixes each token with the one before it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + nn.functional.pad(hidden, (0, 0, 1, -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.proj(hidden).tanh()
+
+
+class ShiftBeforeHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.shift = Shift()
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.shift(hidden))
+
+
+def test_a_module_before_the_head_that_mixes_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    graph = convert(ShiftBeforeHead().eval(), MoDConfig(capacity=0.5, layers=(1,)))
+    to_onnx(graph, tmp_path / "bundle", length=LENGTH, routing="topk")
+    ids = torch.randint(50, (1, LENGTH))
+    got = load_engine(tmp_path / "bundle")(ids.numpy())
+    torch.testing.assert_close(torch.from_numpy(got), graph(ids).logits[:, -1:].detach(), atol=1e-5, rtol=0)
+
+    # A pass that is wrong there is found out: the reference did not go through it.
+    monkeypatch.setattr(keep_last_logits, "_try_out", lambda *args: None)
+    for routing in ("topk", "predictor", "dense"):
+        with pytest.raises(ExportError, match="ONNX Runtime and the eager PyTorch graph differ"):
+            to_onnx(graph, tmp_path / routing, length=LENGTH, routing=routing)
+
+
+def test_an_error_in_route_by_predictor_is_found(
+    graphs: dict[str, fx.GraphModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RouteByPredictor.call
+
+    def wrong(self: RouteByPredictor, graph_module: fx.GraphModule) -> object:
+        result = right(self, graph_module)
+        for node in graph_module.graph.find_nodes(op="call_function", target=select_predicted):
+            node.update_arg(4, LENGTH // 2)  # keep_first
+        return result
+
+    monkeypatch.setattr(RouteByPredictor, "call", wrong)
+    with pytest.raises(ExportError, match="ONNX Runtime and the eager PyTorch graph differ"):
+        to_onnx(graphs["llama"], tmp_path / "bundle", length=LENGTH)
 
 
 def test_weights_are_stored_once_and_nothing_else_is(

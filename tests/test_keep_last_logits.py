@@ -63,9 +63,41 @@ class Block(nn.Module):
         return hidden + self.proj(hidden)
 
 
+class Shift(nn.Module):
+    """A leaf module that mixes each token with the one before it."""
+
+    def forward(self, hidden):
+        return hidden + nn.functional.pad(hidden, (0, 0, 1, -1))
+
+
+class Scale(nn.Module):
+    """A leaf module of an unknown kind that works token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, hidden):
+        return hidden * self.weight / hidden.norm(dim=-1, keepdim=True)
+
+
+class Mean(nn.Module):
+    """A leaf module that needs every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, hidden):
+        return hidden * self.weight - hidden.mean(1, keepdim=True)
+
+
 class Decoder(nn.Module):
     def __init__(self, head) -> None:
         super().__init__()
+        self.shift = Shift()
+        self.scale = Scale()
+        self.mean = Mean()
         self.embed = nn.Embedding(20, 8)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norm = nn.LayerNorm(8)
@@ -91,12 +123,16 @@ HEADS = {
     "soft cap": (lambda m, h, _: torch.tanh(m.lm_head(m.norm(h)[:, 0:, :]) / 30.0) * 30.0, 8),
     "norm by hand, tied weights": (by_hand, 8),
     "residual from the embedding": (lambda m, h, embedded: m.lm_head(h + embedded), 8),
+    "a module of an unknown kind": (lambda m, h, _: m.lm_head(m.scale(h)), 8),
+    "a module that mixes tokens": (lambda m, h, _: m.lm_head(m.shift(h)), 8),
+    "another that mixes tokens": (lambda m, h, _: m.lm_head(m.norm(m.mean(h))), 8),
     "no head": (lambda m, h, _: h, 8),
 }
 WHOLE = {
     "add also needs lm_head_1": lambda m, h, embedded: m.lm_head(h) + m.lm_head(embedded),
     "cumsum may mix tokens": lambda m, h, _: m.lm_head(h).cumsum(1),
     "may mix tokens": lambda m, h, _: m.lm_head(h).flip(1),
+    "shift mixes tokens": lambda m, h, _: m.shift(m.lm_head(h)),
     "is not [B, S, ..]": lambda m, h, _: m.lm_head(h.transpose(0, 1)).transpose(0, 1),
 }
 
@@ -122,6 +158,37 @@ def test_heads_that_need_every_token(padded_batch, reason):
     assert reason in skip.reason
     ids = padded_batch()[0] % 20
     assert torch.equal(last(ids), captured(ids)[:, -1:])
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (lambda m, h, _: m.lm_head(m.scale(h)), None),
+        (lambda m, h, _: m.lm_head(m.norm(h)), None),
+        (lambda m, h, _: m.mean(m.norm(h)), "mean mixes tokens"),
+    ],
+)
+def test_weights_on_the_meta_device_are_random_in_the_trial(head, reason):
+    captured = capture(Decoder(head).eval())
+    captured.to("meta")
+    _, (report,) = run_passes(captured, [KeepLastLogits()])
+    assert [skip.reason for skip in report.skips] == (
+        [] if reason is None else [f"the head runs on every token: {reason}"]
+    )
+    assert all(parameter.is_meta for parameter in captured.parameters())
+
+
+def test_a_trial_leaves_the_module_alone(padded_batch):
+    model = Decoder(lambda m, h, _: m.lm_head(m.norm(h)))
+    model.norm = nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))
+    captured = capture(model).train()
+    before = {name: value.clone() for name, value in captured.state_dict().items()}
+    state = torch.get_rng_state()
+    _, (report,) = run_passes(captured, [KeepLastLogits()])
+    assert not report.skips
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in captured.state_dict().items())
+    assert all(module.training for module in captured.modules())
 
 
 def test_second_output(llama_routed):
