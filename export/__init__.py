@@ -1,4 +1,8 @@
-"""Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime."""
+"""Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime.
+
+The runtime's own modules (`engine`, `bundle`, and `benchmark` for ONNX bundles) use numpy and onnxruntime only. For
+now, importing the package `modify` still loads torch and transformers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ __all__ = [
     "to_tensorrt",
 ]
 
-# Loaded on first use: running an engine must not import torch.
+# Loaded on first use, so that the runtime does not load the exporter.
 _HOMES = {
     "BenchReport": "benchmark",
     "bench": "benchmark",

@@ -1,4 +1,8 @@
-"""Dense and Mixture-of-Depths models side by side, in one process, in turns. Needs no torch for ONNX bundles."""
+"""Dense and Mixture-of-Depths models side by side, in one process, in turns.
+
+For ONNX bundles this module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still
+loads torch.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from torch import fx
 
 Progress = Callable[[int, int], None]
+
+_SHAPE = ("batch", "length", "padding", "logits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +133,24 @@ def bench(
         progress: called with (runs done, runs to do).
 
     Raises:
-        ExportError: a bundle cannot be loaded, or the two differ in batch, length, padding or logits.
+        ExportError: a bundle cannot be loaded; the first is not dense or the second has no routed block; or the two
+            differ in batch, length, padding, logits or vocabulary.
     """
     engines = [load_engine(bundle, providers, threads=threads) for bundle in (dense, mod)]
     first, second = (engine.manifest for engine in engines)
-    for name in ("batch", "length", "padding", "logits"):
-        if getattr(first, name) != getattr(second, name):
-            raise ExportError(
-                f"{dense} and {mod} cannot be compared: {name} is {getattr(first, name)} and {getattr(second, name)}"
-            )
+    if first.routed_blocks:
+        raise ExportError(
+            f"{dense}, the first bundle, is not dense: it has routing={first.routing!r}; give one exported with "
+            "routing='dense'"
+        )
+    if not second.routed_blocks:
+        raise ExportError(f"{mod}, the second bundle, has no routed blocks; give one of a converted model")
+    for name, one, other in (
+        *((name, getattr(first, name), getattr(second, name)) for name in _SHAPE),
+        ("vocabulary", first.outputs[0].shape[-1], second.outputs[0].shape[-1]),
+    ):
+        if one != other:
+            raise ExportError(f"{dense} and {mod} cannot be compared: {name} is {one} and {other}")
     feeds = _feeds(engines[0])
     times = _in_turns(lambda: engines[0].run(feeds), lambda: engines[1].run(feeds), runs, warmup, progress)
     return BenchReport(

@@ -1,4 +1,7 @@
-"""The deployed bundle: a directory with a model, its manifest and, where known, its tokenizer. Needs no torch."""
+"""The deployed bundle: a directory with a model, its manifest and, where known, its tokenizer.
+
+This module uses the standard library only; importing the package `modify`, of which it is part, still loads torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The runtime of a bundle: ONNX Runtime on numpy arrays. Needs no torch."""
+"""The runtime of a bundle: ONNX Runtime on numpy arrays.
+
+This module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still loads torch.
+"""
 
 from __future__ import annotations
 

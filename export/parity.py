@@ -209,7 +209,7 @@ class _Follower(fx.Interpreter):
 
     def _predicted(self, block: int) -> Tensor:
         """The predictor's logits, which the graph may compute only after the selection."""
-        node = self.routes[block].args[2]
+        node: Any = self.routes[block].args[2]
         if node not in self.env:
             return super().run_node(node)
         return self.env[node]

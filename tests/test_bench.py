@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from modify.config import MoDConfig
 from modify.convert import convert
 from modify.errors import ExportError
 from modify.export import BenchReport, bench, bench_eager, benchmark, lower_prefill, to_onnx
+from modify.export.bundle import Manifest, RoutedBlock, TensorSpec
 
 LENGTH = 16
 
@@ -113,7 +115,58 @@ def test_bench_onnx(graph: fx.GraphModule, tmp_path: Path) -> None:
     assert measured.flop_limit == dense.manifest.flops / mod.manifest.flops
     assert measured.causal_flop_limit == dense.manifest.causal_flops / mod.manifest.causal_flops
 
-    values = json.loads((tmp_path / "mod" / "manifest.json").read_text())
-    (tmp_path / "mod" / "manifest.json").write_text(json.dumps(values | {"logits": "all"}))
-    with pytest.raises(ExportError, match="cannot be compared: logits is last and all"):
-        bench(tmp_path / "dense", tmp_path / "mod")
+    with pytest.raises(ExportError, match="mod, the first bundle, is not dense: it has routing='predictor'"):
+        bench(tmp_path / "mod", tmp_path / "dense")
+    with pytest.raises(ExportError, match="dense, the second bundle, has no routed blocks"):
+        bench(tmp_path / "dense", tmp_path / "dense")
+
+
+class Loaded:
+    """An engine that is not run."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch", 2, "batch is 1 and 2"),
+        ("length", 17, "length is 16 and 17"),
+        ("padding", True, "padding is False and True"),
+        ("logits", "all", "logits is last and all"),
+        ("vocabulary", 98, "vocabulary is 99 and 98"),
+    ],
+)
+def test_bundles_that_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
+) -> None:
+    dense = Manifest(
+        kind="prefill",
+        target="onnx",
+        model="model.onnx",
+        batch=1,
+        length=LENGTH,
+        padding=False,
+        routing="dense",
+        logits="last",
+        inputs=(TensorSpec(name="input_ids", shape=(1, LENGTH), dtype="int64"),),
+        outputs=(TensorSpec(name="logits", shape=(1, 1, 99), dtype="float32"),),
+        routed_blocks=(),
+        flops=2,
+        causal_flops=2,
+        parity=(),
+        opset=20,
+        tensorrt_obstacles=(),
+        versions={},
+        files={},
+    )
+    block = RoutedBlock(block=1, capacity=0.25, tokens=4)
+    mod = dataclasses.replace(dense, routing="topk", routed_blocks=(block,))
+    if name == "vocabulary":
+        value = (TensorSpec(name="logits", shape=(1, 1, value), dtype="float32"),)
+        name = "outputs"
+    bundles = {"dense": dense, "mod": dataclasses.replace(mod, **{name: value})}
+    monkeypatch.setattr(benchmark, "load_engine", lambda bundle, *_, **__: Loaded(bundles[bundle]))
+    with pytest.raises(ExportError, match=f"dense and mod cannot be compared: {message}"):
+        bench("dense", "mod")
