@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from modify.errors import PassError
+from modify.ops import routing
 from modify.ops.routing import select_predicted, select_topk
 from modify.passes.base import calls_of, routing_of
 from modify.passes.insert_predictors import InsertPredictors
@@ -47,10 +50,11 @@ def test_same_numbers_for_the_same_tokens(padded_batch, request, rewrite, family
         got = predicted(row)
         for handle in handles:
             handle.remove()
-        assert torch.equal(got.logits, want.logits)
+        # Attention over slots that stay empty may round differently: logits are about 10.
+        torch.testing.assert_close(got.logits, want.logits, rtol=0, atol=2e-5)
         for index, route in got.routing.items():
-            assert torch.equal(route.selection.tokens, want.routing[index].selection.tokens)
-            assert route.selection.valid.all()
+            tokens, valid = route.selection.tokens, route.selection.valid
+            assert torch.equal(tokens[valid], want.routing[index].selection.tokens[0])
 
 
 @pytest.mark.parametrize("slack", [1.0, 1.25, 3.0])
@@ -66,11 +70,12 @@ def test_causal(padded_batch, request, rewrite, family, slack):
         assert torch.equal(predicted(changed).logits[:, :position], before[:, :position])
 
 
+@mock.patch.object(routing, "PREDICTOR_CHUNK", 4)
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 def test_independent_of_the_batch(padded_batch, request, rewrite, family):
     """A padded sequence gives what it gives alone: same tokens, and logits up to the rounding of attention kernels."""
     predicted = rewrite(request.getfixturevalue(f"{family}_routed"), RouteByPredictor(predictor_slack=1.0))
-    for index in routing_of(predicted.graph):  # let more tokens ask for a slot than there are
+    for index in routing_of(predicted.graph):  # all tokens ask for a slot, and two of four get one
         predicted.get_submodule(f"predictors.{index}").threshold.fill_(-100.0)
     ids, padding = padded_batch()
     together = predicted(ids, padding)
