@@ -25,8 +25,8 @@ class RouteByPredictor(GraphPass):
         threshold = predictors.7.threshold
         tokens = select_predicted(predicted, threshold, 0.125, 1.25, 1, attention_mask)
 
-    1. Every `select_topk` is replaced; the static number of slots grows from `k` to `predictor_slots`: `ceil(slack * k)`
-       for every whole chunk of positions, and as many for the last, shorter one.
+    1. Every `select_topk` is replaced; the static number of slots grows from `k` to `predictor_slots`:
+       `ceil(slack * k)` in every chunk of positions, the last and shorter one included.
     2. A block of capacity 1.0 runs every token anyway, and is left alone.
     3. A graph without `select_topk` is left alone.
 
