@@ -66,7 +66,7 @@ class Parity:
     """Agreement of the exported model with a PyTorch graph on one batch.
 
     Attributes:
-        inputs: `random`, `text`, or either with `, padded`.
+        inputs: `random` token ids, `text` that was given, `prose` that ships with Python; or one with `, padded`.
         reference: `lowered`, the static graph that was exported, or `eager`, the model's own graph
             (for `topk` and `predictor` the training graph), which no pass of the export has changed.
         max_difference: greatest |difference| between the logits of real tokens, given the same token selections.

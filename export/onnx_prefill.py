@@ -19,8 +19,10 @@ from torch import Tensor, fx, nn
 
 import modify
 from modify.blocks import evaluation_mode
+from modify.checkpoint import load_tokenizer
 from modify.config import MoDConfig
-from modify.errors import ExportError, first_line
+from modify.data import pack, read_texts
+from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.bundle import Manifest, RoutedBlock, TensorSpec, copy_companions, write_manifest
 from modify.export.engine import create_session, import_onnxruntime
 from modify.export.operators import check_operators, tensorrt_obstacles
@@ -99,10 +101,11 @@ def to_onnx(
         opset: ONNX operator set. 20 runs everywhere; from 23 on, attention is one operator.
         predictor_slack: see `MoDConfig`; None takes the model's own.
         verify_inputs: token ids of real text, to compare on as well: `[B, S]`, or a flat sequence that is cut or
-            repeated to fit.
+            repeated to fit. None takes the prose that ships with Python (`modify.data.read_texts`) where `source` has a
+            tokenizer that loads, and otherwise nothing; the manifest's `parity` says what was compared on.
         tolerance: greatest |difference| of logits allowed.
-        source: the checkpoint's directory, whose tokenizer and generation config are copied; None takes the directory
-            that the model was loaded from, if it knows one.
+        source: the checkpoint's directory, whose tokenizer and generation config are copied, and by default real text
+            tokenised with it; None takes the directory that the model was loaded from, if it knows one.
         overwrite: replace an existing bundle.
         progress: called with the name of each stage as it begins.
 
@@ -128,7 +131,10 @@ def to_onnx(
             predictor_slack=predictor_slack,
         )
         _check_exportable(lowered)
-        batches = _batches(lowered, batch, length, padding, verify_inputs)
+        real = {} if verify_inputs is None else {"text": torch.as_tensor(verify_inputs)}
+        if verify_inputs is None and origin is not None:
+            real = _prose(origin, batch * length)
+        batches = _batches(lowered, batch, length, padding, real)
         with evaluation_mode(graph):
             stages.begin("exporting")
             with static_experts(lowered):
@@ -249,14 +255,13 @@ def _vocabulary(graph: fx.GraphModule) -> int:
 
 
 def _batches(
-    graph: fx.GraphModule, batch: int, length: int, padding: bool, text: TokenIds | None
+    graph: fx.GraphModule, batch: int, length: int, padding: bool, real: dict[str, Tensor]
 ) -> list[Batch]:
     """What to compare on: random ids, real text, and both right-padded to several lengths."""
     vocabulary = _vocabulary(graph)
     generator = torch.Generator().manual_seed(0)
     ids = {"random": torch.randint(vocabulary, (batch, length), generator=generator)}
-    if text is not None:
-        ids["text"] = _fit(torch.as_tensor(text), batch, length, vocabulary)
+    ids |= {kind: _fit(kind, tokens, batch, length, vocabulary) for kind, tokens in real.items()}
     full = torch.ones(batch, length, dtype=torch.int64)
     if not padding:
         return [Batch(name=name, input_ids=rows, attention_mask=None) for name, rows in ids.items()]
@@ -269,11 +274,22 @@ def _batches(
     ]
 
 
-def _fit(text: Tensor, batch: int, length: int, vocabulary: int) -> Tensor:
+def _prose(source: Path, count: int) -> dict[str, Tensor]:
+    """`count` tokens of real text, or fewer; nothing where the checkpoint has no tokenizer that loads."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except CheckpointError:
+        return {}
+    # Rows of two tokens, so that short text is no error: it is repeated.
+    return {"prose": pack(read_texts("pydoc"), tokenizer, 2, limit_tokens=count + 1).rows.flatten()}
+
+
+def _fit(kind: str, text: Tensor, batch: int, length: int, vocabulary: int) -> Tensor:
     if text.numel() == 0 or text.is_floating_point() or text.dtype == torch.bool:
         raise ExportError("verify_inputs must hold token ids, and at least one")
     if int(text.min()) < 0 or int(text.max()) >= vocabulary:
-        raise ExportError(f"verify_inputs has token ids outside the vocabulary of {vocabulary}")
+        what = "verify_inputs has" if kind == "text" else "the checkpoint's tokenizer gives"
+        raise ExportError(f"{what} token ids outside the vocabulary of {vocabulary}")
     flat = text.reshape(-1).cpu().long()
     return flat.repeat(-(-batch * length // flat.numel()))[: batch * length].view(batch, length)
 

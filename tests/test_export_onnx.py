@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from checkpoints import byte_tokenizer
 from torch import fx, nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -215,6 +216,37 @@ def test_an_error_in_route_by_predictor_is_found(
     monkeypatch.setattr(RouteByPredictor, "call", wrong)
     with pytest.raises(ExportError, match="ONNX Runtime and the eager PyTorch graph differ"):
         to_onnx(graphs["llama"], tmp_path / "bundle", length=LENGTH)
+
+
+def test_real_text_is_compared_on_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        vocab_size=260,
+        max_position_embeddings=64,
+    )
+    graph = convert(LlamaForCausalLM(config).eval(), MoDConfig(capacity=0.25))
+    byte_tokenizer().save_pretrained(tmp_path / "checkpoint")
+
+    def kinds(out: str, **options: object) -> set[str]:
+        report = to_onnx(graph, tmp_path / out, length=LENGTH, source=tmp_path / "checkpoint", **options)
+        return {parity.inputs for parity in report.manifest.parity}
+
+    assert kinds("prose", padding=True) == {"random", "random, padded", "prose", "prose, padded"}
+    assert kinds("text", verify_inputs=range(50)) == {"random", "text"}
+
+    small = convert(llama().eval(), MoDConfig(capacity=0.25))
+    with pytest.raises(
+        ExportError, match="the checkpoint's tokenizer gives token ids outside the vocabulary of 99"
+    ):
+        to_onnx(small, tmp_path / "small", length=LENGTH, source=tmp_path / "checkpoint")
+
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
+    assert kinds("damaged") == {"random"}
 
 
 def test_weights_are_stored_once_and_nothing_else_is(
