@@ -290,7 +290,9 @@ def check_weights(path: Path) -> list[Path]:
     if (path / _INDEX).exists():
         try:
             weight_map: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            if not all(isinstance(name, str) for name in weight_map.values()):
+                raise TypeError("weight_map must map tensor names to file names")
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path / _INDEX} is damaged: {first_line(error)}; download it again"
             ) from error

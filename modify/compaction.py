@@ -17,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from modify.blocks import evaluation_mode
+from modify.capture import model_device
 from modify.errors import CaptureError, first_line
-from modify.ops.masks import causal_mask
+from modify.ops.masks import causal_mask, token_mask
 from modify.ops.routing import Selection, select_topk
 from modify.passes.base import (
     block_calls,
     block_input,
     dimension_symbols,
     expression,
+    longest_sequence,
     placeholder,
     sequence_input,
 )
@@ -33,6 +35,7 @@ from modify.passes.classify_masks import is_square
 # A prime, so that it coincides with no dimension of a model; beyond the usual internal local windows of 256.
 CHECK_LENGTH = 257
 _CHECK_BATCH = 2
+_LONGEST_WINDOW = 4096
 # Blocks that pass differ by rounding, some 1e-6 in float32.
 _TOLERANCE = 1e-4
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -69,20 +72,22 @@ def check_blocks(
         progress: called with (blocks done, blocks in all).
     """
     routed = {index: node for index, node in block_calls(converted.graph).items() if "routed" in node.meta}
-    length = _check_length(captured)
-    selection = _random_selection(length, torch.Generator().manual_seed(0))
-    full = _block_arguments(captured, routed, selection, length)
-    compact = _block_arguments(converted, routed, selection, length)
+    by_length: dict[int, list[int]] = {}
+    for index, node in routed.items():
+        by_length.setdefault(_check_length(captured, node), []).append(index)
     weights = _Weights()
-    verdicts = {}
-    for done, (index, node) in enumerate(routed.items()):
-        block = weights.runner(captured.get_submodule(str(node.target)))
-        verdicts[index] = _check(
-            index, block, full[index].in_float32(), compact[index].in_float32(), selection, length
-        )
-        if progress:
-            progress(done + 1, len(routed))
-    return verdicts
+    verdicts: dict[int, BlockCheck] = {}
+    for length, indices in by_length.items():
+        selection = _random_selection(length, model_device(captured))
+        full = _block_arguments(captured, indices, selection, length)
+        compact = _block_arguments(converted, indices, selection, length)
+        for index in indices:
+            block = weights.runner(captured.get_submodule(str(routed[index].target)))
+            arguments = full[index].in_float32(), compact[index].in_float32()
+            verdicts[index] = _check(index, block, *arguments, selection, length)
+            if progress:
+                progress(len(verdicts), len(routed))
+    return dict(sorted(verdicts.items()))
 
 
 def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
@@ -94,8 +99,8 @@ def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
     classes: dict[type, list[int]] = {}
     for index, node in blocks.items():
         classes.setdefault(type(captured.get_submodule(str(node.target))), []).append(index)
-    length = min(_check_length(captured), 16)
-    selection = _random_selection(length, torch.Generator().manual_seed(0))
+    length = min(longest_sequence(captured.graph), 16)
+    selection = _random_selection(length, model_device(captured))
     arguments = _block_arguments(captured, [indices[0] for indices in classes.values()], selection, length)
     weights = _Weights()
     optional: list[int] = []
@@ -139,16 +144,20 @@ def _check(
     try:
         with hide:
             expected = block(full.args, full.kwargs)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return _failed(index, f"it does not run on random hidden states: {first_line(error)}")
+    except Exception as error:  # whatever a block raises on input that it does not expect is its reason
+        return _failed(
+            index, f"it does not run on random hidden states: {type(error).__name__}: {first_line(error)}"
+        )
     if hide.token_selection:
         return _failed(
             index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)"
         )
     try:
         actual = block(compact.args, compact.kwargs)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return _failed(index, f"it does not run on gathered tokens: {first_line(error)}")
+    except Exception as error:  # whatever a block raises on input that it does not expect is its reason
+        return _failed(
+            index, f"it does not run on gathered tokens: {type(error).__name__}: {first_line(error)}"
+        )
     if actual.shape != compact.hidden.shape or expected.shape != full.hidden.shape:
         return _failed(index, "its output has another shape than its input")
     rows = expected.gather(1, selection.tokens.unsqueeze(-1).expand_as(actual))
@@ -179,26 +188,42 @@ def _accepts_none(block: _Runner, full: _Arguments) -> bool:
     try:
         with_mask = block(*full.replace(full.squares, mask))
         without = block(*full.replace(full.squares, None))
-    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+    except Exception:  # whatever it raises, it does not take None
         return False
     scale = (with_mask - full.hidden).abs().max().clamp(min=1e-12)
     error = float((with_mask - without).abs().max() / scale)
     return error <= _TOLERANCE
 
 
-def _check_length(graph_module: fx.GraphModule) -> int:
-    """`CHECK_LENGTH`, or less where the graph is bounded to shorter sequences."""
-    _, length = dimension_symbols(graph_module.graph)
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        size = node.meta["val"].shape[1]
-        if isinstance(size, torch.SymInt):
-            upper = size.node.shape_env.bound_sympy(length).upper
-            return CHECK_LENGTH if not upper.is_finite or int(upper) >= CHECK_LENGTH else int(upper)
-    return CHECK_LENGTH
+def _check_length(captured: fx.GraphModule, block: fx.Node) -> int:
+    """`CHECK_LENGTH`, beyond a larger window inside the block where one can be told, within the model's context.
+
+    A window may be kept in a banded buffer, or in a number of that name; one that the block's mask shows is no secret.
+    """
+    module = captured.get_submodule(str(block.target))
+    windows = [_band(buffer) for buffer in module.buffers() if not buffer.is_meta]
+    if not any(
+        source.target is token_mask and source.args[3] is not None for source in block.all_input_nodes
+    ):
+        for owner in module.modules():
+            windows += [
+                value for name, value in vars(owner).items() if "window" in name and type(value) is int
+            ]
+    longest = max((window for window in windows if window <= _LONGEST_WINDOW), default=0)
+    return min(max(CHECK_LENGTH, longest + 1), longest_sequence(captured.graph))
 
 
-def _random_selection(length: int, generator: torch.Generator) -> Selection:
+def _band(buffer: Tensor) -> int:
+    """How many keys the last row of a square mask lets through; 0 for any other buffer."""
+    if buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or buffer.shape[-1] <= CHECK_LENGTH:
+        return 0
+    visible = int((buffer[..., -1, :].reshape(-1, buffer.shape[-1])[0] != 0).sum())
+    return visible if visible < buffer.shape[-1] else 0
+
+
+def _random_selection(length: int, device: torch.device) -> Selection:
     """About a third of the tokens, first and last among them, a different set per sequence, and two fill-up slots."""
+    generator = torch.Generator().manual_seed(0)
     count = max(2, length // 3)
     tokens = []
     for _ in range(_CHECK_BATCH):
@@ -206,7 +231,7 @@ def _random_selection(length: int, generator: torch.Generator) -> Selection:
         chosen = torch.cat([middle[: count - 2], torch.tensor([0, length - 1])]).sort().values
         tokens.append(torch.cat([chosen, middle[count - 2 : count].sort().values]))
     valid = torch.arange(tokens[0].numel()) < count
-    return Selection(torch.stack(tokens), valid.expand(_CHECK_BATCH, -1).contiguous())
+    return Selection(torch.stack(tokens).to(device), valid.expand(_CHECK_BATCH, -1).contiguous().to(device))
 
 
 class _AllRecorded(Exception):
@@ -278,7 +303,7 @@ class _HideUnselectedKeys(TorchFunctionMode):
         super().__init__()
         assert selection.valid is not None
         self.length = length
-        hidden = torch.ones(_CHECK_BATCH, length, dtype=torch.bool)
+        hidden = torch.ones(_CHECK_BATCH, length, dtype=torch.bool, device=selection.tokens.device)
         hidden.scatter_(1, selection.tokens, ~selection.valid)
         self.hidden = hidden
         self.token_selection: str | None = None

@@ -19,7 +19,7 @@ from modify.passes.base import (
     placeholder,
 )
 from modify.passes.builder import Builder
-from modify.passes.evaluation import CannotEvaluate, evaluate, integer_constants
+from modify.passes.evaluation import CannotEvaluate, evaluate, integer_constants, tensor_constants
 
 _LARGE = 256  # a mask of this many tokens squared is evaluated in an instant
 
@@ -94,10 +94,13 @@ class ClassifyMasks(GraphPass):
     def _classify(self, graph_module: fx.GraphModule, mask: fx.Node) -> tuple[int | None, torch.dtype] | str:
         """Return (window, dtype), or what is unusual about the mask."""
         longest = longest_sequence(mask.graph)
-        constants = {c for c in integer_constants(mask) if 1 < c <= longest}
-        large = sorted(c for c in constants if c > _LARGE)
-        lengths = {5, 16, *(c + 3 for c in constants - set(large))}
         try:
+            numbers, sizes = tensor_constants(graph_module, mask)
+            if beyond := [c for c in numbers | sizes if _LARGE < c <= longest]:
+                return f"it depends on a tensor that may hold a window of up to {max(beyond)}"
+            constants = {c for c in integer_constants(mask) | numbers | sizes if 1 < c <= longest}
+            large = sorted(c for c in constants if c > _LARGE)
+            lengths = {5, 16, *(c + 3 for c in constants - set(large))}
             if not large:
                 return _window(graph_module, mask, lengths, {}), mask.meta["val"].dtype
             # Measured with small numbers in place of the large ones, twice: a window moves with the constant it is.

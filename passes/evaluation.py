@@ -67,6 +67,27 @@ def integer_constants(node: fx.Node) -> set[int]:
     return found
 
 
+def tensor_constants(graph_module: fx.GraphModule, node: fx.Node) -> tuple[set[int], set[int]]:
+    """Return what the tensors in the node's subgraph could say about a window.
+
+    Returns:
+        The values of integer tensors of up to 16 numbers, and the sizes of square tables.
+    """
+    numbers: set[int] = set()
+    sizes: set[int] = set()
+    for step in _ancestors(node):
+        if step.op != "get_attr":
+            continue
+        tensor = _attribute(graph_module, str(step.target))
+        if tensor.is_meta:
+            continue
+        if tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]:
+            sizes.add(tensor.shape[-1])
+        elif tensor.numel() <= 16 and not tensor.is_floating_point() and not tensor.is_complex():
+            numbers |= {abs(int(value)) for value in tensor.flatten().tolist()}
+    return numbers, sizes
+
+
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     needed, stack = set(), [node]
     while stack:

@@ -196,3 +196,29 @@ def test_state_shared_between_blocks_is_refused(decoder):
 
     with pytest.raises(CaptureError, match=r"lower\.0 and lower\.1 share a mutable object \(cache: dict\)"):
         modify.capture(Sharing())
+
+
+@pytest.mark.parametrize("growing", [list, dict])
+def test_a_list_or_dict_that_blocks_change_is_refused(growing):
+    class Remembering(Block):
+        def forward(self, x: Tensor, scale: Tensor, cache: object = None) -> tuple[Tensor, None]:
+            if isinstance(cache, list):
+                cache.append(x)
+            else:
+                cache[len(cache)] = x
+            return super().forward(x, scale)
+
+    class Sharing(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lower = nn.ModuleList([Remembering(16) for _ in range(2)])
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+            x = self.tokens(ids)
+            shared = [x] if growing is list else {0: x}
+            for block in self.lower:
+                x, _ = block(x, torch.ones(1, 1, 1), cache=shared)
+            return self.head(x), None
+
+    with pytest.raises(CaptureError, match=r"block lower\.0 changes a list or dict that it is given"):
+        modify.capture(Sharing())

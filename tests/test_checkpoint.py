@@ -63,6 +63,7 @@ def test_dense_shards_are_linked_and_small_files_copied(source, tmp_path):
     convert_checkpoint(source, tmp_path / "mod", CONFIG)
     files = {file.name for file in (tmp_path / "mod").iterdir()}
     assert files == {
+        ".modify",
         "config.json",
         "generation_config.json",
         "LICENSE",
@@ -172,6 +173,14 @@ def misshape(source: Path) -> None:
         (misshape, r"tensor model\.norm\.weight has shape \[3\], but config\.json makes it \[32\]"),
         (edit_config(model_type="nonesuch"), r"config\.json cannot be used"),
         (edit_config(auto_map={"AutoModelForCausalLM": "modeling_evil.X"}), "brings model code of its own"),
+        (
+            lambda source: (source / "model.safetensors.index.json").write_text("[]"),
+            r"index\.json is damaged",
+        ),
+        (
+            lambda source: (source / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
+            r"damaged",
+        ),
         (edit_config(**T5Config().to_dict()), r"is an encoder-decoder model \(t5\)"),
         (edit_config(model_type="clip"), "clip"),
         (edit_config(num_attention_heads=5), "config"),
@@ -196,6 +205,12 @@ def test_a_missing_or_converted_source_is_refused(source, tmp_path):
     with pytest.raises(ModifyError, match="already exists"):
         convert_checkpoint(source, tmp_path / "mod", CONFIG)
     convert_checkpoint(source, tmp_path / "mod", CONFIG, overwrite=True)
+    for output in (source, tmp_path):
+        with pytest.raises(ModifyError, match=r"would replace .*dense, which is read"):
+            convert_checkpoint(source, output, CONFIG, overwrite=True)
+    tiny_model("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ModifyError, match="was not written by modify"):
+        convert_checkpoint(source, tmp_path / "other", CONFIG, overwrite=True)
 
 
 def test_options_that_do_not_fit_leave_nothing(source, tmp_path):

@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
-from families import tiny_model
+from families import DANGEROUS, tiny_model
 from test_capture import Block, Decoder
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import modify
 from modify.compaction import blocks_with_optional_mask, check_blocks
@@ -102,6 +103,25 @@ def test_blocks_that_depend_on_hidden_positions_fail(block, reason):
     found = verdicts(decoder_with(block))
     assert {index for index, failure in found.items() if failure} == {1}
     assert re.search(reason, found[1])
+
+
+@pytest.mark.parametrize("window", [7, 300])
+def test_a_window_inside_a_block_is_found(window):
+    """GPT-Neo keeps its local window in a banded buffer, also where it is longer than the usual check."""
+    config = DANGEROUS["gpt_neo"]()
+    config.window_size = window
+    torch.manual_seed(0)
+    graph = modify.convert(AutoModelForCausalLM.from_config(config).eval(), modify.MoDConfig(every=1))
+    assert [index for index, _ in graph.meta["conversion_record"].unroutable] == [1, 3]
+
+
+def test_a_block_that_raises_on_gathered_tokens_stays_dense():
+    class Picky(Block):
+        def forward(self, x: Tensor, scale: Tensor, cache: object = None) -> tuple[Tensor, None]:
+            assert x.shape[1] in (11, 257), "what it is traced and checked with"
+            return super().forward(x, scale)
+
+    assert "does not run on gathered tokens: AssertionError" in verdicts(decoder_with(Picky))[1]
 
 
 def test_a_failing_block_stays_dense_and_the_record_says_why():

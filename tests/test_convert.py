@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from families import tiny_model
-from test_capture import Decoder
+from test_capture import Block, Decoder
 
 import modify
 from modify.convert import ConversionRecord, convert_captured
@@ -100,6 +100,37 @@ def test_the_record_replays_the_conversion_exactly():
     replayed = convert_captured(modify.capture(tiny_model("gpt_neo")), graph.meta["mod_config"], again)
     assert replayed.code == graph.code
     assert torch.equal(replayed(IDS).logits, graph(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_window_kept_in_a_tensor_is_no_plain_causal_mask():
+    class Masked(Block):
+        def forward(self, x, mask):
+            q = self.norm(x)
+            scores = (q @ q.transpose(1, 2) / 4).masked_fill(~mask[:, 0], float("-inf"))
+            return x + scores.softmax(-1) @ q
+
+    class Windowed(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Masked(16) for _ in range(4)])
+            self.register_buffer("window", torch.tensor(24))
+
+        def forward(self, ids):
+            x, position = self.tokens(ids), torch.arange(ids.shape[1])
+            distance = position.unsqueeze(1) - position
+            full = (distance >= 0)[None, None].expand(ids.shape[0], 1, -1, -1)
+            local = full & (distance < self.window)
+            for number, block in enumerate(self.blocks):
+                x = block(x, local if number % 2 else full)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    dense = Windowed().eval()
+    ids = torch.arange(120).view(2, 60) % 50
+    graph = modify.convert(dense, modify.MoDConfig(layers=(0,), capacity=1.0))
+    assert torch.equal(graph(ids).logits, dense(ids))
+    assert torch.equal(graph.meta["dense_graph"](ids), dense(ids))
 
 
 def test_a_config_that_does_not_fit_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from families import DANGEROUS, FAMILIES, VOCABULARY, tiny_model
@@ -103,9 +105,7 @@ def test_predictor_routing_is_causal_and_keeps_samples_apart(dense, routed):
     neighbours = ids.clone()
     neighbours[1:] = (neighbours[1:] + 11) % VOCABULARY
     # A mixture of experts multiplies all tokens of an expert at once: even the dense model's rounding depends on them.
-    by_bits = torch.equal(dense(changed).logits[:, :15], dense(ids).logits[:, :15])
-    assert by_bits or "Moe" in type(dense).__name__ or "Mixtral" in type(dense).__name__
-    same = torch.equal if by_bits else torch.allclose
+    same = partial(torch.allclose, atol=1e-6) if hasattr(dense.config, "num_experts_per_tok") else torch.equal
     prefix = predicted(ids[:, :15])
     for index, block in prefix.routing.items():
         whole = output.routing[index].selection

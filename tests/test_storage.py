@@ -22,7 +22,7 @@ def test_writes_under_missing_parents(tmp_path: Path) -> None:
         assert not out.exists()
         assert folder.parent == out.parent
         (folder / "config.json").write_text("{}")
-    assert tree(tmp_path) == ["a", "a/b", "a/b/out", "a/b/out/config.json"]
+    assert tree(tmp_path) == ["a", "a/b", "a/b/out", "a/b/out/.modify", "a/b/out/config.json"]
 
 
 def test_respects_the_umask(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, error: Excepti
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_anything_else_passes_and_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "manifest.json").write_text("old")
+    with atomic_directory(out) as folder:
+        (folder / "manifest.json").write_text("old")
     with pytest.raises(error):
         write_then_raise(out, error, overwrite=True)
-    assert tree(tmp_path) == ["out", "out/manifest.json"]
+    assert tree(tmp_path) == ["out", "out/.modify", "out/manifest.json"]
     assert (out / "manifest.json").read_text() == "old"
 
 
@@ -84,14 +84,14 @@ def test_overwrite_replaces_the_whole_directory(tmp_path: Path) -> None:
         (folder / "extra").write_text("old")
     with atomic_directory(out, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
-    assert tree(tmp_path) == ["out", "out/config.json"]
+    assert tree(tmp_path) == ["out", "out/.modify", "out/config.json"]
     assert (out / "config.json").read_text() == "new"
 
 
 def test_overwrite_spares_what_modify_did_not_write(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     with (
-        pytest.raises(StorageError, match="modify did not write it"),
+        pytest.raises(StorageError, match="was not written by modify"),
         atomic_directory(tmp_path, overwrite=True),
     ):
         pytest.fail("the body must not run")
@@ -147,8 +147,8 @@ def test_a_failed_last_rename_brings_the_old_directory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("old")
+    with atomic_directory(out) as folder:
+        (folder / "config.json").write_text("old")
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -162,7 +162,7 @@ def test_a_failed_last_rename_brings_the_old_directory_back(
         atomic_directory(out, overwrite=True),
     ):
         pass
-    assert tree(tmp_path) == ["out", "out/config.json"]
+    assert tree(tmp_path) == ["out", "out/.modify", "out/config.json"]
 
 
 def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def select_predicted(
 
     A token's decision depends on its own hidden state. So that shapes stay static, no more than `chunk_limit` of each
     `PREDICTOR_CHUNK` consecutive tokens run: within a chunk tokens are served in order of position, and those beyond
-    the limit skip the block. The limit depends on a token's position and on nothing that follows it, so that a prefix is
-    routed alike whatever its continuation, and a prompt alike whether it is processed at once or token by token.
+    the limit skip the block. The limit depends on a token's position and on nothing that follows it, so that a prefix
+    is routed alike whatever its continuation, and a prompt alike whether it is processed at once or token by token.
 
     Args:
         logits: `[B, S]` predictor logits.
