@@ -11,6 +11,7 @@ import typer
 from modify.cli.console import Terminal, giga, size, table
 from modify.cli.loading import load_model, load_tokenizer
 from modify.cli.options import Json, Out, Overwrite, Verbose
+from modify.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +24,12 @@ ExportRouting = Literal["predictor", "topk", "dense"]
 LogitsOf = Literal["last", "all"]
 
 
+# They shape the ONNX model, and an exported bundle has its own already.
+_OF_THE_ONNX_MODEL = ("length", "batch", "routing", "logits", "padding", "opset", "text", "tolerance")
+
+
 def export(
+    context: typer.Context,
     checkpoint: Annotated[
         Path,
         typer.Argument(
@@ -60,7 +66,8 @@ def export(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Real text to compare with PyTorch on, besides random tokens.",
+            help="Real text to compare with PyTorch on, besides random tokens; by default prose that ships with "
+            "Python.",
             show_default=False,
         ),
     ] = None,
@@ -87,11 +94,14 @@ def export(
     from modify.export import to_onnx, to_tensorrt
     from modify.storage import check_target
 
+    is_bundle = (checkpoint / "manifest.json").is_file()
+    if is_bundle and target != "onnx":
+        _refuse_options(context, checkpoint)
     check_target(out.absolute(), overwrite)
     with tempfile.TemporaryDirectory(prefix="modify-") as scratch, terminal.stages("exporting") as progress:
         bundle = checkpoint
         report: Any = None
-        if target == "onnx" or not (checkpoint / "manifest.json").is_file():
+        if target == "onnx" or not is_bundle:
             progress("loading")
             model, routing = exportable(load_model(checkpoint, float32=True), routing)
             ids = None if text is None else load_tokenizer(checkpoint)(text, return_tensors="pt")["input_ids"]
@@ -114,6 +124,21 @@ def export(
         if target != "onnx":
             report = to_tensorrt(bundle, out, target=target, overwrite=overwrite, progress=progress)
     terminal.result(report.to_dict(), *bundle_tables(report.manifest), f"{out}: written")
+
+
+def _refuse_options(context: typer.Context, bundle: Path) -> None:
+    """Raise `ConfigError` for options that have no effect on a bundle."""
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    given = []
+    for name in _OF_THE_ONNX_MODEL:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            given.append(names[name])
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: no effect on {bundle}, an exported bundle whose ONNX model is finished; leave out, "
+            "or give the checkpoint"
+        )
 
 
 def exportable(model: Any, routing: ExportRouting | None) -> tuple[Any, ExportRouting]:
