@@ -17,6 +17,7 @@ import typer
 from modify.cli.bench import bench
 from modify.cli.console import error_line
 from modify.cli.convert import convert
+from modify.cli.demo import demo
 from modify.cli.evaluate import evaluate
 from modify.cli.export import export
 from modify.cli.generate import generate
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "inspect": inspect,
     "plot": plot,
+    "demo": demo,
 }
 
 app = typer.Typer(
@@ -92,7 +94,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and turn whatever ends it into an exit code, and a line on stderr."""
     before = signal.signal(signal.SIGTERM, _terminate) if _is_main_thread() else None
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="modify", standalone_mode=False)
     except (ModifyError, typer.TyperException) as error:
         return _fail(_message(error))
     except typer.Abort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -189,10 +190,14 @@ def _silence_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    tqdm.__init__ = functools.partialmethod(
+        tqdm.__init__, disable=True
+    )  # bars that transformers does not switch off
     for name in ("torch", "accelerate", "datasets", "onnxscript", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -13,7 +13,6 @@ from modify.cli.options import (
     Out,
     Overwrite,
     Seed,
-    TrustRemoteCode,
     Verbose,
     parse_capacity,
     parse_layers,
@@ -63,12 +62,12 @@ def convert(
         PredictorKind,
         typer.Option(help="What decides at inference: a small network, or the router itself (aux)."),
     ] = "mlp",
+    predictor_hidden: Annotated[int, typer.Option(help="Width of the small network.")] = 64,
     predictor_slack: Annotated[
         float, typer.Option(help="A predictor may run up to this many times the capacity.")
     ] = 1.25,
     seed: Seed = 0,
     overwrite: Overwrite = False,
-    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -96,15 +95,14 @@ def convert(
         keep_first=keep_first,
         routing=routing,
         predictor=predictor,
+        predictor_hidden=predictor_hidden,
         predictor_slack=predictor_slack,
         seed=seed,
     )
     from modify.checkpoint import convert_checkpoint
 
     with terminal.progress("checking blocks") as progress:
-        report = convert_checkpoint(
-            src, out, config, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=progress
-        )
+        report = convert_checkpoint(src, out, config, overwrite=overwrite, progress=progress)
     terminal.result(report.to_dict(), conversion_table(report), f"{out}: written in {report.seconds:.1f} s")
 
 

@@ -17,9 +17,6 @@ Verbose = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete, if modify wrote it.")
 ]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run model code that comes with the checkpoint.")
-]
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, ..; auto is the GPU where there is one.")
 ]

@@ -96,11 +96,11 @@ def retrain(
 
     Examples:
 
-      modify retrain SmolLM2-mod/ healed/ --data books/*.txt --steps 1000
+      modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --steps 1000
 
       modify retrain SmolLM2-mod/ healed/ --data corpus.jsonl.xz --anneal-steps 100 --precision bf16
 
-      modify retrain SmolLM2-mod/ healed/ --data books/*.txt --steps 1000 --resume
+      modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --steps 1000 --resume
     """
     terminal = Terminal(as_json=json, verbose=verbose)
     config = RetrainConfig(

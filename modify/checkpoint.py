@@ -183,7 +183,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             _require_file(path)
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing more special
         raise CheckpointError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
 
 

@@ -1,0 +1,216 @@
+"""The commands from end to end on a tiny checkpoint: what they write, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_gguf, write_llama
+from rich.console import Console
+
+import modify
+from modify.cli import main
+from modify.cli.app import COMMANDS
+from modify.cli.console import Terminal, giga, milliseconds, size, table
+from modify.cli.options import parse_capacity, parse_layers
+from modify.errors import ConfigError
+
+Run = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint, a converted and a retrained one, and two bundles, all made by commands."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_llama(folder / "dense")
+    commands = (
+        "convert dense mod --capacity 0.5",
+        "retrain mod healed --data pydoc --steps 2 --warmup 1 --length 32 --batch-size 2",
+        "export healed bundle --seq-len 32",
+        "export healed dense-bundle --seq-len 32 --routing dense",
+    )
+    with contextlib.chdir(folder):
+        for command in commands:
+            assert main(command.split()) == 0
+    return folder
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that must succeed, and return its stdout."""
+    monkeypatch.chdir(folder)
+
+    def call(command: str) -> str:
+        capsys.readouterr()
+        code = main(command.split())
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("convert dense {out} --layers 1-3:2 --capacity 0.5,0.25", {"capacities", "dense_reasons", "record"}),
+        ("evaluate healed --data pydoc --length 32 --limit-rows 2", {"perplexity", "flops_ratio", "blocks"}),
+        ("evaluate dense --data pydoc --length 32 --limit-rows 2", {"perplexity", "routing"}),
+        ("generate healed --prompt hello --max-new-tokens 3", {"text", "new_tokens", "tokens_per_second"}),
+        (
+            "export healed {out} --seq-len 16 --batch 2 --padding --logits all",
+            {"path", "manifest", "seconds"},
+        ),
+        ("bench bundle --dense dense-bundle --checkpoint healed --runs 2", {"reports"}),
+        ("inspect mod", {"blocks", "flops", "dense_flops", "cache_bytes"}),
+        ("inspect mod --graph", {"graph"}),
+        ("plot healed --data pydoc --length 32 --rows 2 --png {out}.png", {"blocks", "histogram", "png"}),
+        (
+            "retrain mod {out} --data pydoc --steps 1 --warmup 0 --length 32",
+            {"steps", "history", "thresholds"},
+        ),
+    ],
+)
+def test_json_is_all_of_stdout(run: Run, tmp_path: Path, command: str, keys: set[str]) -> None:
+    values = json.loads(run(f"{command.format(out=tmp_path / 'out')} --json"))
+    assert keys <= set(values)
+
+
+def test_tables(run: Run, tmp_path: Path) -> None:
+    assert "4 blocks, 2 routed" in run(f"convert dense {tmp_path}/out")
+    shown = run("inspect mod")
+    assert "model.layers.1" in shown
+    assert "50.0 %" in shown
+    assert "dense model" in shown
+    assert "routers.1" in run("inspect mod --graph")
+    assert "perplexity" in run("evaluate healed --data pydoc --length 32 --limit-rows 2 --routing topk")
+    shown = run("bench bundle --dense dense-bundle --runs 2")
+    assert "speed-up" in shown
+    assert "onnxruntime" in shown
+
+
+def test_plot_draws_in_the_terminal_and_in_a_file(run: Run, tmp_path: Path) -> None:
+    png = tmp_path / "out.png"
+    shown = run(f"plot healed --data pydoc --length 32 --rows 2 --png {png}")
+    assert "█" in shown
+    assert "router weights" in shown
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_generate_streams_what_it_returns(run: Run, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("hello")
+    streamed = run(f"generate healed --file {prompt} --max-new-tokens 8")
+    whole = json.loads(run(f"generate healed --file {prompt} --max-new-tokens 8 --json"))
+    assert streamed.rstrip("\n") == whole["text"].rstrip("\n")
+    chat = json.loads(run(f"generate healed --file {prompt} --max-new-tokens 1 --chat --json"))
+    assert chat["prompt"] == "user: hello\nassistant:"
+
+
+def test_gguf_is_a_source_of_every_kind(run: Run, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert json.loads(run(f"inspect {path} --json"))["model_type"] == "llama"
+    run(f"convert {path} {tmp_path}/out --every 1")
+    assert modify.load(tmp_path / "out").capacities == {0: 0.125, 1: 0.125}
+
+
+def test_bf16_checkpoint_is_retrained_and_exported_in_float32(run: Run, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    write_llama(tmp_path / "half")
+    LlamaForCausalLM.from_pretrained(tmp_path / "half").to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    run(f"convert {tmp_path}/half {tmp_path}/mod")
+    run(f"retrain {tmp_path}/mod {tmp_path}/healed --data pydoc --steps 1 --warmup 0 --length 32")
+    run(f"export {tmp_path}/mod {tmp_path}/bundle --seq-len 16")
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "modify"], ["-c", "import sys, modify.cli; sys.exit(modify.cli.main())"]]
+)
+def test_program(program: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, *program, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"modify {modify.__version__}\n", "")
+
+
+def test_help_lists_the_commands(run: Run) -> None:
+    for command in ("", "--help", "-h"):
+        shown = run(command)
+        assert all(name in shown for name in COMMANDS)
+    assert "--capacity" in run("convert --help")
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "renamed"),
+    [("convert", modify.MoDConfig, {}), ("retrain", modify.RetrainConfig, {})],
+)
+def test_every_option_of_a_config_is_one_of_the_command(
+    command: str, config: Any, renamed: dict[str, str]
+) -> None:
+    parameters = inspect.signature(COMMANDS[command]).parameters
+    for field in dataclasses.fields(config):
+        assert field.name in parameters
+        if field.name not in ("capacity", "layers"):
+            assert parameters[field.name].default == field.default
+
+
+def test_layers_and_capacities() -> None:
+    assert parse_layers(None) is None
+    assert parse_layers("3,5, 7") == (3, 5, 7)
+    assert parse_layers("3-9:2,-1") == (3, 5, 7, 9, -1)
+    assert parse_layers("0-2") == (0, 1, 2)
+    assert parse_capacity("0.125") == 0.125
+    assert parse_capacity("0.5, 0.25") == (0.5, 0.25)
+    for text in ("", "3-1", "1-3:0", "one", "1..3"):
+        with pytest.raises(ConfigError, match="--layers"):
+            parse_layers(text)
+
+
+def test_numbers_for_people() -> None:
+    assert [size(n) for n in (None, 3, 1024, 5 * 2**20, 3 * 2**40)] == ["-", "3 B", "1 KiB", "5 MiB", "3 TiB"]
+    assert [giga(n) for n in (2.5e9, 1.23456e11)] == ["2.5", "123"]
+    assert [milliseconds(n) for n in (0.1234, 12.34, 1234.5)] == ["0.123", "12.3", "1,234"]
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal(as_json=True).result({"a": float("nan"), "b": (1, Path("x")), 3: float("inf")})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, "x"], "3": None}
+
+
+def test_titles_are_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    made = table("a title much longer than the table under it", "a", "b")
+    Terminal().result({}, made)
+    assert "a title much longer than the table under it\n" in capsys.readouterr().out
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal()
+    with (
+        terminal.progress("working") as bar,
+        terminal.stages("going") as stage,
+        terminal.training(5) as training,
+    ):
+        bar(1, 2)
+        stage("through")
+        training({"phase": "train", "step": 1, "lm_loss": 2.0})
+        training({"phase": "evaluate", "done": 1, "total": 2})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_on_a_terminal() -> None:
+    terminal = Terminal()
+    terminal.err = Console(file=sys.stderr, force_terminal=True, width=100)
+    terminal.is_live = True
+    with terminal.training(5) as training:
+        training({"phase": "train", "step": 1, "lm_loss": 2.0, "capacity": 0.5, "tokens_per_second": 10})
+        training({"phase": "calibrate", "done": 1, "total": 2})
