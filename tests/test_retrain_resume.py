@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toy import toy_model, toy_rows
 from transformers import TrainerCallback
 
@@ -20,17 +21,17 @@ import modify
 from modify import RetrainConfig, RetrainReport
 from modify.errors import ConfigError, ModifyError, StorageError
 
-# Dropout and random routing use the generators, accumulation splits steps, and 36 rows make an epoch of 6 steps.
+# Dropout and random routing use the generators, accumulation splits steps, and an epoch has 4 steps (of 25 rows).
 CONFIG = RetrainConfig(
-    steps=11,
+    steps=6,
     length=16,
     batch_size=3,
     gradient_accumulation=2,
     learning_rate=1e-3,
     router_learning_rate=1e-2,
     warmup=2,
-    anneal_steps=9,
-    save_every=3,
+    anneal_steps=5,
+    save_every=2,
     calibration_rows=4,
 )
 
@@ -40,10 +41,10 @@ def model() -> Any:
 
 
 class Kill(TrainerCallback):
-    """SIGKILL in the middle of step 6, after its first forward and backward pass."""
+    """SIGKILL in the middle of step 4, after its first forward and backward pass."""
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
+        if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RetrainReport:
     return run_to(tmp_path_factory.mktemp("whole") / "out")
 
 
-def run_to(folder: Path, config: RetrainConfig = CONFIG, rows: int = 40, **options: Any) -> RetrainReport:
+def run_to(folder: Path, config: RetrainConfig = CONFIG, rows: int = 28, **options: Any) -> RetrainReport:
     return modify.retrain(model(), toy_rows(rows), config=config, output_dir=folder, **options)
 
 
@@ -69,7 +70,8 @@ def check_same(resumed: RetrainReport, whole: RetrainReport) -> None:
     assert [e["loss"] for e in resumed.history] == [e["loss"] for e in whole.history]
     assert resumed.thresholds == whole.thresholds
     assert resumed.tokens == whole.tokens
-    a, b = (modify.load(report.output_dir).state_dict() for report in (resumed, whole))
+    a, b = (load_file(Path(report.output_dir, "model.safetensors")) for report in (resumed, whole))
+    assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not Path(resumed.output_dir).with_name("out.run").exists()
 
@@ -86,26 +88,26 @@ def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run = tmp_path / "out.run"
     assert not (tmp_path / "out").exists()
-    assert [entry[0] for entry in losses(run)] == [1, 2, 3, 4, 5]
-    assert (run / "checkpoints" / "checkpoint-3" / "complete").exists()
-    (run / "checkpoints" / "checkpoint-6").mkdir()  # one that was being written is passed over
+    assert [entry[0] for entry in losses(run)] == [1, 2, 3]
+    assert (run / "checkpoints" / "checkpoint-2" / "complete").exists()
+    (run / "checkpoints" / "checkpoint-4").mkdir()  # one that was being written is passed over
 
-    with pytest.raises(StorageError, match="holds an unfinished run at step 3"):
+    with pytest.raises(StorageError, match="holds an unfinished run at step 2"):
         run_to(tmp_path / "out")
     changed = dataclasses.replace(CONFIG, learning_rate=1e-4)
     with pytest.raises(ConfigError, match=r"^learning_rate is 0.0001, but .* with learning_rate=0.001"):
         run_to(tmp_path / "out", changed, resume=True)
     with pytest.raises(ConfigError, match="was started with other data"):
-        run_to(tmp_path / "out", rows=41, resume=True)
+        run_to(tmp_path / "out", rows=29, resume=True)
     with pytest.raises(ConfigError, match="was started with another model"):
-        modify.retrain(toy_model(), toy_rows(40), config=CONFIG, output_dir=tmp_path / "out", resume=True)
+        modify.retrain(toy_model(), toy_rows(28), config=CONFIG, output_dir=tmp_path / "out", resume=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         with pytest.raises(ConfigError, match="was started with a number of processes of 1, now it is 2"):
             run_to(tmp_path / "out", resume=True)
 
     resumed = run_to(tmp_path / "out", resume=True)
-    assert (resumed.resumed_from, whole.resumed_from) == (3, None)
+    assert (resumed.resumed_from, whole.resumed_from) == (2, None)
     check_same(resumed, whole)
 
 
@@ -122,17 +124,17 @@ class Interrupt(TrainerCallback):
 
 def test_interrupted_and_resumed_at_an_epoch(tmp_path: Path, whole: RetrainReport) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_to(tmp_path / "out", callbacks=[Interrupt(8)])  # in the second epoch
+        run_to(tmp_path / "out", callbacks=[Interrupt(5)])  # in the second epoch
     kept = sorted(path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir())
-    assert kept == ["checkpoint-3", "checkpoint-6"]
+    assert kept == ["checkpoint-2", "checkpoint-4"]
     resumed = run_to(tmp_path / "out", resume=True)
-    assert resumed.resumed_from == 6
+    assert resumed.resumed_from == 4
     check_same(resumed, whole)
 
 
 def test_a_run_without_a_complete_checkpoint_starts_again(tmp_path: Path, whole: RetrainReport) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_to(tmp_path / "out", callbacks=[Interrupt(4)])
+        run_to(tmp_path / "out", callbacks=[Interrupt(3)])
     for path in (tmp_path / "out.run" / "checkpoints").iterdir():
         (path / "complete").unlink()
     resumed = run_to(tmp_path / "out", resume=True)

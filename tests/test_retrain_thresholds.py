@@ -31,7 +31,7 @@ def test_quantile_of_adjacent_floats_and_ties() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"predictor": "aux"}, {"routing": "random"}])
 def test_calibrated_blocks_run_their_capacity(options: dict[str, str]) -> None:
-    model = toy_model(0.25, predictor_slack=4.0, **options)
+    model = toy_model(0.25, **options)
     rows = toy_rows(32).rows
     seen: list[tuple[int, int]] = []
     thresholds = calibrate_thresholds(
