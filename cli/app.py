@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from modify.cli.bench import bench
-from modify.cli.console import error_line
+from modify.cli.console import Interrupted, error_line
 from modify.cli.convert import convert
 from modify.cli.demo import demo
 from modify.cli.evaluate import evaluate
@@ -101,6 +101,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _interrupted(130)
     except KeyboardInterrupt:
         return _interrupted(130)
+    except Interrupted as error:
+        return _interrupted(130, str(error))
     except _Terminated:
         return _interrupted(143)
     except OSError as error:
@@ -150,8 +152,8 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _interrupted(code: int) -> int:
-    error_line("interrupted" if code == 130 else "terminated")
+def _interrupted(code: int, message: str | None = None) -> int:
+    error_line(message or ("interrupted" if code == 130 else "terminated"))
     return code
 
 

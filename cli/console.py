@@ -114,6 +114,10 @@ class Terminal:
             yield live
 
 
+class Interrupted(Exception):
+    """Ctrl-C, where there is more to say than that."""
+
+
 class Stopwatch:
     """Seconds since it was made."""
 

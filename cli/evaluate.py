@@ -9,8 +9,7 @@ import typer
 
 from modify.cli.console import Terminal, giga, percent, table
 from modify.cli.loading import load_model, load_tokenizer
-from modify.cli.options import BatchSize, Data, Device, Json, Length, Verbose
-from modify.modeling import Routing
+from modify.cli.options import BatchSize, Data, Device, Json, Length, Routing, Verbose
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ import typer
 
 from modify.cli.console import Terminal, giga, size, table
 from modify.cli.loading import load_model, load_tokenizer
-from modify.cli.options import Json, Out, Overwrite, Verbose
+from modify.cli.options import Json, Out, Overwrite, Routing, Verbose
 from modify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from modify.export.bundle import Manifest
 
-# As in modify.export, which is not imported for the sake of a help text.
+# As in modify.export; see modify.cli.options.
 Target = Literal["onnx", "tensorrt", "tensorrt-rtx"]
-ExportRouting = Literal["predictor", "topk", "dense"]
 LogitsOf = Literal["last", "all"]
 
 
@@ -45,7 +44,7 @@ def export(
     ] = 2048,
     batch: Annotated[int, typer.Option(help="Number of sequences, fixed in the graph.")] = 1,
     routing: Annotated[
-        ExportRouting | None,
+        Routing | None,
         typer.Option(
             help="Who decides: the predictors, as deployed; the routers' top-k; or nobody (dense). By default the "
             "predictors, and dense for a dense checkpoint.",
@@ -141,7 +140,7 @@ def _refuse_options(context: typer.Context, bundle: Path) -> None:
         )
 
 
-def exportable(model: Any, routing: ExportRouting | None) -> tuple[Any, ExportRouting]:
+def exportable(model: Any, routing: Routing | None) -> tuple[Any, Routing]:
     """Return what `to_onnx` takes, and the routing where none is given: predictors, or dense for a dense model."""
     from modify.dense import dense_graph
     from modify.modeling import MoDForCausalLM

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from modify.errors import ConfigError
+
+# As in the library, whose heavy modules are not imported for the sake of a help text.
+Routing = Literal["predictor", "topk", "dense"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Verbose = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modify.cli.console import Terminal, table
+from modify.cli.console import Interrupted, Terminal, table
 from modify.cli.evaluate import metrics_tables
 from modify.cli.loading import load_model, load_tokenizer
 from modify.cli.options import Data, Json, Out, Overwrite, Seed, Verbose
@@ -132,18 +132,24 @@ def retrain(
     with terminal.stages("loading"):
         tokenizer = load_tokenizer(checkpoint)
         model = load_model(checkpoint, float32=True)
-    with terminal.training(steps) as progress:
-        report = run(
-            model,
-            data,
-            config=config,
-            output_dir=out,
-            eval_data=eval_data or None,
-            tokenizer=tokenizer,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-        )
+    try:
+        with terminal.training(steps) as progress:
+            report = run(
+                model,
+                data,
+                config=config,
+                output_dir=out,
+                eval_data=eval_data or None,
+                tokenizer=tokenizer,
+                resume=resume,
+                overwrite=overwrite,
+                progress=progress,
+            )
+    except KeyboardInterrupt as error:
+        kept = Path(f"{out.absolute()}.run")
+        if not kept.exists():
+            raise
+        raise Interrupted(f"interrupted; {kept} keeps the run, continue it with --resume") from error
     views: list[Any] = [training_table(report)]
     if report.evaluation is not None:
         views += metrics_tables(report.evaluation)

@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,19 @@ def test_every_option_of_a_config_is_one_of_the_command(
         assert field.name in parameters
         if field.name not in ("capacity", "layers"):
             assert parameters[field.name].default == field.default
+
+
+def test_choices_are_the_library_s() -> None:
+    from modify.cli import export, options
+    from modify.export import prefill, tensorrt_prefill
+    from modify.modeling import Routing
+
+    def choices(*kinds: Any) -> set[str]:
+        return {choice for kind in kinds for choice in typing.get_args(kind)}
+
+    assert choices(options.Routing) == choices(Routing) == choices(prefill.Routing)
+    assert choices(export.LogitsOf) == choices(prefill.Logits)
+    assert choices(export.Target) == choices(tensorrt_prefill.Target) | {"onnx"}
 
 
 def test_layers_and_capacities() -> None:
