@@ -82,11 +82,13 @@ def bench(
 def _bench_eager(
     terminal: Terminal, checkpoint: Path, bundle: Path, runs: int, warmup: int, threads: int | None
 ) -> BenchReport:
+    import torch
+
     from modify.export import bench_eager, lower_prefill, read_manifest
     from modify.modeling import load
 
     with terminal.progress("PyTorch") as progress:
-        model, manifest = load(checkpoint), read_manifest(bundle)
+        model, manifest = load(checkpoint, dtype=torch.float32), read_manifest(bundle)
         shape: dict[str, Any] = {
             name: getattr(manifest, name) for name in ("batch", "length", "padding", "logits")
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,6 +151,8 @@ def retrain(
         if not kept.exists():
             raise
         raise Interrupted(f"interrupted; {kept} keeps the run, continue it with --resume") from error
+    if os.environ.get("RANK", "0") != "0":  # under torchrun or accelerate launch, one process speaks for all
+        return
     views: list[Any] = [training_table(report)]
     if report.evaluation is not None:
         views += metrics_tables(report.evaluation)
