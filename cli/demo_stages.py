@@ -91,6 +91,7 @@ class Demo:
             anneal_steps=settings.anneal_steps,
             precision=fast_precision(),
             save_every=max(1, settings.steps // 2),
+            calibration_rows=8,
         )
         dense = self._stage("dense", {"source": str(source)}, lambda: self._dense(source), self.dense)
         converted = self._stage(
