@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -243,6 +244,7 @@ def _rebuild(model: nn.Module, program: torch.export.ExportedProgram, recorder: 
             values[node] = placeholder
             if node.target == "input_ids":
                 ids = placeholder
+                ids.meta["longest_sequence"] = _upper_bound(node.meta["val"].shape[1])
             else:
                 values[node] = graph.call_function(padding_or_ones, (placeholder, ids))
                 values[node].meta = dict(node.meta)
@@ -296,6 +298,12 @@ def _graph_module(model: nn.Module, graph: fx.Graph, constants: dict[str, Tensor
     module = fx.GraphModule(root, graph, class_name=type(model).__name__)
     copy_persistence(model, module)
     return module
+
+
+def _upper_bound(length: torch.SymInt) -> int:
+    """The longest sequence that the trace holds for."""
+    bound = length.node.shape_env.var_to_range[length.node.expr].upper
+    return int(bound) if bound.is_Integer else sys.maxsize
 
 
 def _has_tensor(model: nn.Module, target: str) -> bool:

@@ -93,18 +93,20 @@ def check_blocks(
 def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
     """Return the blocks that compute plain causal attention when their mask is None, so that they need no mask tensor.
 
-    Blocks of one class run the same attention code: one of each class is tried, with its mask and with None.
+    Blocks made of the same modules run the same attention code: one of each kind is tried, with its mask and with None.
+    The class alone does not tell: in a hybrid stack a block of the same class may hold no attention, and take anything.
     """
     blocks = block_calls(captured.graph)
-    classes: dict[type, list[int]] = {}
+    kinds: dict[tuple[tuple[str, type], ...], list[int]] = {}
     for index, node in blocks.items():
-        classes.setdefault(type(captured.get_submodule(str(node.target))), []).append(index)
+        modules = captured.get_submodule(str(node.target)).named_modules()
+        kinds.setdefault(tuple((name, type(module)) for name, module in modules), []).append(index)
     length = min(longest_sequence(captured.graph), 16)
     selection = _random_selection(length, model_device(captured))
-    arguments = _block_arguments(captured, [indices[0] for indices in classes.values()], selection, length)
+    arguments = _block_arguments(captured, [indices[0] for indices in kinds.values()], selection, length)
     weights = _Weights()
     optional: list[int] = []
-    for indices in classes.values():
+    for indices in kinds.values():
         block = weights.runner(captured.get_submodule(str(blocks[indices[0]].target)))
         if _accepts_none(block, arguments[indices[0]].in_float32()):
             optional.extend(indices)

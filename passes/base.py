@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,12 +121,13 @@ def dimension_symbols(graph: fx.Graph) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def longest_sequence(graph: fx.Graph) -> int:
-    """Return the largest sequence length that the graph was captured for."""
-    length = placeholder(graph, "input_ids").meta["val"].shape[1]
-    if not isinstance(length, torch.SymInt):
-        return length
-    bound = length.node.shape_env.var_to_range[length.node.expr].upper
-    return int(bound) if bound.is_Integer else sys.maxsize
+    """Return the largest sequence length that the graph was captured for.
+
+    Not read off the symbol's range: computing shapes narrows that range by what holds for the example's length.
+    """
+    ids = placeholder(graph, "input_ids")
+    length = ids.meta["val"].shape[1]
+    return ids.meta["longest_sequence"] if isinstance(length, torch.SymInt) else length
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:

@@ -9,7 +9,7 @@ import torch
 from families import DANGEROUS, tiny_model
 from test_capture import Block, Decoder
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
 
 import modify
 from modify.compaction import blocks_with_optional_mask, check_blocks
@@ -142,6 +142,28 @@ def test_low_precision_does_not_hide_a_failure():
     with torch.no_grad():
         model.lower[1].convolution.weight.mul_(0.01)
     assert verdicts(model.to(torch.bfloat16))[1] is not None
+
+
+@torch.no_grad()
+def test_blocks_of_one_class_may_differ_in_what_they_take():
+    """RecurrentGemma: one class, but only some blocks hold attention, which here cannot do without its mask."""
+    config = RecurrentGemmaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_window_size=16,
+        lru_width=32,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(config).eval()
+    graph = modify.convert(dense, modify.MoDConfig(capacity=1.0, every=1))
+    assert [index for index, _ in graph.meta["conversion_record"].unroutable] == [0, 1, 3]
+    ids = torch.arange(3, 63).view(2, 30)
+    assert torch.equal(graph(ids).logits, dense(ids, use_cache=False).logits)
 
 
 def test_optional_masks_are_found_by_running():

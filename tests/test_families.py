@@ -173,6 +173,25 @@ def test_every_dangerous_architecture_is_covered():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2"])
+@pytest.mark.parametrize("window", [16, 64, 200])
+def test_a_window_longer_than_the_trace_keeps_the_oracle(name, window):
+    """The example that the trace runs on is 11 tokens long; nothing decided at that length may stick."""
+    config = FAMILIES[name]()
+    config.sliding_window = window
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(config).eval()
+    graph = modify.convert(dense, ALL_BLOCKS)
+    assert sorted(routing_of(graph.graph)) == [0, 1, 2, 3]
+    for length in (window - 1, window, window + 1, 2 * window):
+        ids, padding = batch(2, length)
+        assert torch.equal(graph(ids).logits, dense(ids, use_cache=False).logits)
+        real = padding.bool()
+        padded = dense(ids, attention_mask=padding, use_cache=False).logits
+        assert torch.equal(graph(ids, padding).logits[real], padded[real])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_eager_attention_and_low_precision_keep_the_oracle(name):
     for kwargs in ({"attn_implementation": "eager"}, {"dtype": torch.bfloat16}):

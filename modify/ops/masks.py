@@ -31,7 +31,7 @@ def causal_mask(
         optional: the block accepts None; it is returned wherever plain causal attention is meant.
     """
     length = hidden.shape[1]
-    if optional and (window is None or length < window) and _all_real(padding_mask):
+    if optional and _all_real(padding_mask) and (window is None or length < window):
         return None
     position = torch.arange(length, device=hidden.device)
     allowed = position <= position.unsqueeze(-1)
@@ -58,7 +58,7 @@ def token_mask(
     Returns:
         `[B, 1, k, k]`, or None exactly where `causal_mask` returns None for the whole sequence.
     """
-    if optional and (window is None or hidden.shape[1] < window) and _all_real(padding_mask):
+    if optional and _all_real(padding_mask) and (window is None or hidden.shape[1] < window):
         return None
     tokens, valid = selection.tokens, selection.valid
     slot = torch.arange(tokens.shape[1], device=tokens.device)
