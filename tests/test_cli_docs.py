@@ -49,10 +49,10 @@ def _names(option: Any) -> str:
 
 
 def _choices(hint: Any) -> str:
-    """What a `Literal`, optional or not, admits."""
+    """What a `Literal`, optional or not, admits; sorted, since typing unites literals that differ in order."""
     for kind in (hint, *typing.get_args(hint)):
         if typing.get_origin(kind) is Literal:
-            return f" One of {', '.join(f'`{choice}`' for choice in typing.get_args(kind))}."
+            return f" One of {', '.join(f'`{choice}`' for choice in sorted(typing.get_args(kind)))}."
     return ""
 
 
