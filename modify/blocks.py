@@ -147,10 +147,14 @@ def probe_inputs(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 def forward_parameters(model: nn.Module) -> tuple[str, set[str]]:
     """Return the name of the token-id argument of `model.forward`, and all names that it accepts."""
-    names = list(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    names = list(parameters)
     if not names:
         raise CaptureError(f"{type(model).__name__}.forward takes no arguments; it must take token ids")
-    return ("input_ids" if "input_ids" in names else names[0]), set(names)
+    accepted = set(names)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "config"):
+        accepted.add("use_cache")  # transformers' models may take it among their keyword arguments
+    return ("input_ids" if "input_ids" in names else names[0]), accepted
 
 
 @contextmanager

@@ -365,7 +365,9 @@ def _load_gguf(path: Path) -> PreTrainedModel:
     except CheckpointError:
         raise
     except (ValueError, KeyError, IndexError, OSError, RuntimeError, TypeError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} cannot be read as GGUF, it may be cut: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as GGUF, it may be cut; download it again ({first_line(error)})"
+        ) from error
     # The weights are plain float32 now; transformers would refuse to save a model that it takes for a quantised one.
     for name, value in (("hf_quantizer", None), ("is_quantized", False), ("quantization_method", None)):
         setattr(model, name, value)

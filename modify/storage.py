@@ -14,7 +14,8 @@ from modify.errors import ModifyError, StorageError
 
 # Every directory that `modify` writes holds this file; no other directory is ever replaced.
 MARKER = ".modify"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_TORCH_SAVE = ("file write failed", "unexpected pos")  # its words for a full disk
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file-size limit
 
 
 @contextmanager
@@ -57,8 +58,7 @@ def atomic_directory(path: str | os.PathLike[str], *, overwrite: bool = False) -
 def is_no_space(error: Exception) -> bool:
     """Whether `error` means a full disk, in whatever words a library puts it."""
     text = str(error)
-    # The last two are torch.save's.
-    words = (f"(os error {errno.ENOSPC})", os.strerror(errno.ENOSPC), "file write failed", "unexpected pos")
+    words = (*(f"(os error {number})" for number in _NO_SPACE), os.strerror(errno.ENOSPC), *_TORCH_SAVE)
     return getattr(error, "errno", None) in _NO_SPACE or any(word in text for word in words)
 
 
@@ -91,11 +91,14 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def check_apart(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Raise `StorageError` where replacing `target` would remove `source`."""
-    if Path(source).resolve().is_relative_to(Path(target).resolve()):
+    """Raise `StorageError` where replacing `target` would remove `source`, or `target` would lie within `source`."""
+    read, written = Path(source).resolve(), Path(target).resolve()
+    if read.is_relative_to(written):
         raise StorageError(
             f"the output {target} would replace {source}, which is read; choose another output"
         )
+    if written.is_relative_to(read):
+        raise StorageError(f"the output {target} lies within {source}, which is read; choose another output")
 
 
 def _make_parents(parent: Path) -> list[Path]:

@@ -208,6 +208,8 @@ def test_a_missing_or_converted_source_is_refused(source, tmp_path):
     for output in (source, tmp_path):
         with pytest.raises(ModifyError, match=r"would replace .*dense, which is read"):
             convert_checkpoint(source, output, CONFIG, overwrite=True)
+    with pytest.raises(ModifyError, match=r"lies within .*dense, which is read"):
+        convert_checkpoint(source, source / "mod", CONFIG)
     tiny_model("llama").save_pretrained(tmp_path / "other")
     with pytest.raises(ModifyError, match="was not written by modify"):
         convert_checkpoint(source, tmp_path / "other", CONFIG, overwrite=True)

@@ -50,6 +50,8 @@ class Full(Exception):
     [
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError(errno.EFBIG, "File too large"),
+        Full("Error while serializing: I/O error: File too large (os error 27)"),
         Full("I/O error: No space left on device (os error 28)"),
     ],
 )
