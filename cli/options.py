@@ -40,6 +40,7 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint dir
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.", show_default=False)]
 
 _RANGE = re.compile(r"(\d+)-(\d+)(?::(\d+))?")
+_MOST_BLOCKS = 100_000  # a range is written out before the model is known
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
@@ -59,6 +60,8 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
                 raise ConfigError(
                     f"--layers: {part} is an empty range; write it as FIRST-LAST or FIRST-LAST:STEP"
                 )
+            if last > _MOST_BLOCKS:
+                raise ConfigError(f"--layers: {part} names block {last}; no model has that many blocks")
             layers += range(first, last + 1, step)
         elif re.fullmatch(r"-?\d+", part):
             layers.append(int(part))

@@ -158,6 +158,7 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "convert dense out --capacity 0.5,0.5,0.5", ("3 values", "2 blocks")),
     (nothing, "convert dense out --layers 1,9", ("block 9", "4 blocks")),
     (nothing, "convert dense out --layers 3-1", ("--layers", "3-1")),
+    (nothing, "convert dense out --layers 0-999999999999", ("--layers", "no model has")),
     (nothing, "convert dense out --layers one", ("--layers", "'one'")),
     (nothing, "convert dense out --every 9", ("no block is left to route",)),
     (nothing, "convert dense mod", ("mod already exists",)),
