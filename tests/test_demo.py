@@ -17,6 +17,8 @@ from modify.cli.demo_inputs import smollm2, split_pydoc
 from modify.cli.demo_stages import Demo, DemoSettings
 from modify.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def settings(folder: Path, **options: Any) -> DemoSettings:
     small: dict[str, Any] = {

@@ -50,6 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_python_blocks_run(here: Path) -> None:
     namespace: dict[str, object] = {"torch": torch, "np": np}
     for block in blocks("python"):
@@ -57,6 +58,7 @@ def test_python_blocks_run(here: Path) -> None:
     assert namespace["logits"].shape == (1, 1, 257)
 
 
+@pytest.mark.slow
 def test_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines()]
     assert len(commands) == 9
