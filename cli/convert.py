@@ -17,7 +17,7 @@ from modify.cli.options import (
     parse_capacity,
     parse_layers,
 )
-from modify.config import GateKind, MoDConfig, PredictorKind, RoutingKind
+from modify.config import BypassKind, GateKind, MoDConfig, PredictorKind, RoutingKind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +36,7 @@ def convert(
     capacity: Annotated[
         str,
         typer.Option(
-            help="Share of the tokens that a routed block runs, or one per routed block: 0.25,0.125,.."
+            help="Share of the tokens that a routed block runs, or one per routed block: 0.25,0.125,..; 0 drops a block."
         ),
     ] = "0.125",
     every: Annotated[int, typer.Option(help="Route every N-th block: 2 routes blocks 1, 3, 5, ..")] = 2,
@@ -52,6 +52,13 @@ def convert(
     gate: Annotated[
         GateKind, typer.Option(help="What multiplies a block's update; tanh starts as the dense model.")
     ] = "tanh",
+    bypass: Annotated[
+        BypassKind,
+        typer.Option(
+            help="What a token gets that skips a block: its hidden state, or a low-rank map of it, to be fitted."
+        ),
+    ] = "identity",
+    bypass_rank: Annotated[int, typer.Option(help="Rank of the linear bypass.")] = 64,
     keep_first: Annotated[
         int, typer.Option(help="Number of tokens at the start of a sequence that every block runs.")
     ] = 1,
@@ -92,6 +99,8 @@ def convert(
         first_dense=first_dense,
         last_dense=last_dense,
         gate=gate,
+        bypass=bypass,
+        bypass_rank=bypass_rank,
         keep_first=keep_first,
         routing=routing,
         predictor=predictor,
@@ -114,7 +123,8 @@ def conversion_table(report: ConversionReport) -> Table:
     made.columns[2].justify = "left"
     for index in sorted(report.capacities | report.dense_reasons):
         if index in report.capacities:
-            made.add_row(str(index), percent(report.capacities[index]), "")
+            capacity = report.capacities[index]
+            made.add_row(str(index), percent(capacity) if capacity else "dropped", "")
         else:
             made.add_row(str(index), "dense", report.dense_reasons[index])
     return made

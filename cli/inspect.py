@@ -76,7 +76,7 @@ def summary_table(summary: Summary) -> Table:
     )
     made.columns[0].justify = "right"
     for block in summary.blocks:
-        routed = "dense" if block.capacity is None else percent(block.capacity)
+        routed = {None: "dense", 0: "dropped"}.get(block.capacity) or percent(block.capacity or 0)
         if block.dense_reason:
             routed = f"dense: {block.dense_reason}"
         made.add_row(

@@ -15,7 +15,7 @@ from modify.flops import static_experts
 from modify.passes.base import block_calls
 
 # What a conversion adds to a block: modules named like `routers.7`.
-ADDED = ("routers", "gates", "predictors")
+ADDED = ("routers", "gates", "predictors", "bypasses")
 
 
 def flops_by_block(graph: fx.GraphModule, batch: int, length: int) -> dict[int, int]:

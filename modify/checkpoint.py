@@ -144,7 +144,7 @@ def convert_checkpoint(
     return ConversionReport(
         source=str(path),
         output=os.fspath(output),
-        num_blocks=len(block_calls(graph.graph)),
+        num_blocks=len(block_calls(graph.meta["dense_graph"].graph)),
         capacities={index: capacity for index, capacity in record.layers if index not in reasons},
         dense_reasons=reasons,
         record=record,

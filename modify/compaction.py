@@ -20,7 +20,7 @@ from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.errors import CaptureError, first_line
 from modify.ops.masks import causal_mask, token_mask
-from modify.ops.routing import Selection, select_topk
+from modify.ops.routing import Selection, merge_tokens, select_topk
 from modify.passes.base import (
     block_calls,
     block_input,
@@ -264,7 +264,7 @@ class _Recorder(fx.Interpreter):
             generator = torch.Generator().manual_seed(self.hidden[n])
             value = n.meta["val"]
             return torch.randn(self._shape(value), generator=generator).to(self._device(n), value.dtype)
-        if n.op == "call_module":
+        if n.op == "call_module" or n.target is merge_tokens:
             return self._stand_in(n)
         return super().run_node(n)
 
@@ -274,7 +274,7 @@ class _Recorder(fx.Interpreter):
         return _Arguments(args, kwargs, self.env[block_input(node)], squares)
 
     def _stand_in(self, node: fx.Node) -> Any:
-        """The value of a module that is not run: its weights may not be here, and its output does not matter."""
+        """The value of what is not run: its weights may not be here, and its output does not matter."""
         return tree_map(
             lambda value: torch.zeros(self._shape(value), dtype=value.dtype, device=self._device(node)),
             node.meta["val"],

@@ -12,6 +12,7 @@ from modify.errors import ConfigError
 GateKind = Literal["tanh", "linear", "sigmoid"]
 RoutingKind = Literal["learned", "random"]
 PredictorKind = Literal["mlp", "aux"]
+BypassKind = Literal["identity", "linear"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +20,9 @@ class MoDConfig:
     """How a dense decoder becomes a Mixture-of-Depths model (Raposo et al. 2024, arXiv 2404.02258).
 
     Args:
-        capacity: share of a sequence's tokens that a routed block runs, in (0, 1]; one number for all routed blocks, or
-            one per routed block in block order. A block runs `k = max(1, floor(capacity * S))` of `S` tokens.
+        capacity: share of a sequence's tokens that a routed block runs, in [0, 1]; one number for all routed blocks, or
+            one per routed block in block order. A block runs `k = max(1, floor(capacity * S))` of `S` tokens; at 0 it is
+            dropped altogether.
         every: route every `every`-th block, starting with block `every - 1` (2: blocks 1, 3, 5, ..). Ignored when
             `layers` is given.
         layers: explicit block indices to route (negative counts from the end); overrides `every`, `first_dense`
@@ -30,6 +32,9 @@ class MoDConfig:
         gate: what multiplies a block's update. `tanh` is `1 + alpha * tanh(r)` with `alpha` starting at 0, so that a
             converted model starts as the dense one; `linear` is the paper's raw `r` (equation 1); `sigmoid` is
             `sigmoid(r)`.
+        bypass: what a token gets that skips a block: `identity`, its hidden state as it is (the paper), or `linear`, a
+            map of rank `bypass_rank` that starts as the identity and is fitted by calibration.
+        bypass_rank: of the `linear` bypass; it costs `2 * rank * D` multiplications per token.
         keep_first: number of tokens at the start of every sequence that are always selected (attention sinks).
         routing: `learned`, or `random`: scores are Gaussian noise, the paper's stochastic control (section 4.1).
         predictor: what decides at inference, when the future is unknown (section 3.5): `mlp`, a small network on the
@@ -49,6 +54,8 @@ class MoDConfig:
     first_dense: int = 0
     last_dense: int = 0
     gate: GateKind = "tanh"
+    bypass: BypassKind = "identity"
+    bypass_rank: int = 64
     keep_first: int = 1
     routing: RoutingKind = "learned"
     predictor: PredictorKind = "mlp"
@@ -63,11 +70,11 @@ class MoDConfig:
             object.__setattr__(self, "layers", tuple(self.layers))
         capacities = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,)
         if not capacities:
-            raise ConfigError("capacity is an empty list; give one number in (0, 1] or one per routed block")
+            raise ConfigError("capacity is an empty list; give one number in [0, 1] or one per routed block")
         for value in capacities:
-            if not _is_number(value) or not 0.0 < value <= 1.0:
+            if not _is_number(value) or not 0.0 <= value <= 1.0:
                 raise ConfigError(
-                    f"capacity must lie in (0, 1], got {value!r}; 0.125 runs one token in eight"
+                    f"capacity must lie in [0, 1], got {value!r}; 0.125 runs one token in eight, 0 drops the block"
                 )
         for name, least in (
             ("every", 1),
@@ -75,6 +82,7 @@ class MoDConfig:
             ("last_dense", 0),
             ("keep_first", 0),
             ("predictor_hidden", 1),
+            ("bypass_rank", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -83,7 +91,12 @@ class MoDConfig:
             raise ConfigError(f"predictor_slack must be at least 1.0, got {self.predictor_slack!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        for name, kinds in (("gate", GateKind), ("routing", RoutingKind), ("predictor", PredictorKind)):
+        for name, kinds in (
+            ("gate", GateKind),
+            ("bypass", BypassKind),
+            ("routing", RoutingKind),
+            ("predictor", PredictorKind),
+        ):
             if getattr(self, name) not in get_args(kinds):
                 raise ConfigError(
                     f"{name} must be one of {', '.join(get_args(kinds))}, got {getattr(self, name)!r}"

@@ -91,8 +91,10 @@ def convert_captured(captured: fx.GraphModule, config: MoDConfig, record: Conver
     }
     dense, _ = run_passes(captured, build(DENSE, options))
     graph_module, reports = run_passes(captured, build(CONVERT, options))
-    routed = [node for node in block_calls(graph_module.graph).values() if "routed" in node.meta]
-    if not routed:
+    calls = block_calls(graph_module.graph)
+    if len(calls) == len(block_calls(dense.graph)) and not any(
+        "routed" in node.meta for node in calls.values()
+    ):
         reasons = "; ".join(f"{node}: {reason}" for node, reason in _skips(reports[1:]))
         raise ConfigError(f"no block can be routed: {reasons}")
     graph_module.meta = {

@@ -36,7 +36,7 @@ Routing = Literal["topk", "predictor", "dense"]
 MOD_WEIGHTS = "mod.safetensors"
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 _HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"}
-MOD_PREFIXES = ("routers.", "gates.", "predictors.")
+MOD_PREFIXES = ("routers.", "gates.", "predictors.", "bypasses.")
 
 
 class MoDModelConfig(PreTrainedConfig):
@@ -167,8 +167,10 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def capacities(self) -> dict[int, float]:
         """Each routed block's capacity as converted, by block index."""
-        routers = dict(self.get_submodule("routers").named_children())  # not of blocks that had to stay dense
-        return {index: capacity for index, capacity in self.conversion_record.layers if str(index) in routers}
+        routed = routing_of(
+            self._graphs["topk"].graph
+        )  # not blocks that had to stay dense, or that are dropped
+        return {index: capacity for index, capacity in self.conversion_record.layers if index in routed}
 
     def set_capacities(self, capacities: Mapping[int, float] | None) -> None:
         """Let top-k routing run at other capacities (annealing); None restores those of the conversion."""

@@ -134,7 +134,8 @@ def summarize(
     flops, dense_flops = (flops_by_block(module, batch, length) for module in (graph, dense))
     caches = cache_of_blocks(model, len(block_calls(dense.graph)), batch, length)
     blocks = tuple(
-        _summarize_block(graph, record, index, length, flops, caches) for index in block_calls(graph.graph)
+        _summarize_block(graph, dense, record, index, length, flops, caches)
+        for index in block_calls(dense.graph)
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     added = sum(block.added_parameters for block in blocks)
@@ -175,30 +176,32 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 def _summarize_block(
     graph: fx.GraphModule,
+    dense: fx.GraphModule,
     record: ConversionRecord,
     index: int,
     length: int,
     flops: dict[int, int],
     caches: list[tuple[int, int]],
 ) -> BlockSummary:
-    node = block_calls(graph.graph)[index]
-    capacity = dict(record.layers).get(index) if "routed" in node.meta else None
-    tokens = length if capacity is None else capacity_tokens(capacity, length)
+    node = block_calls(graph.graph).get(index)
+    name = str(block_calls(dense.graph)[index].target)
+    capacity = dict(record.layers)[index] if node is None or "routed" in node.meta else None
+    tokens = 0 if node is None else length if capacity is None else capacity_tokens(capacity, length)
     cache_bytes = None
     if caches:
         size, cached = caches[index]
         cache_bytes = size if capacity is None or not cached else size * min(tokens, cached) // cached
-    reason = dict(record.unroutable).get(index) or dict(record.skips).get(node.name)
+    reason = dict(record.unroutable).get(index) or dict(record.skips).get(node.name if node else "")
     asked = index in dict(record.layers)
     return BlockSummary(
         index=index,
-        name=str(node.target),
+        name=name,
         capacity=capacity,
         dense_reason=reason if asked and capacity is None else None,
         tokens=tokens,
-        parameters=_parameters(graph, str(node.target)),
+        parameters=_parameters(dense, name),
         added_parameters=sum(_parameters(graph, f"{kind}.{index}") for kind in ADDED),
-        flops=flops[index],
+        flops=flops.get(index, 0),
         cache_bytes=cache_bytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,11 @@ def block_input(block: fx.Node) -> fx.Node:
     hidden = nodes_in((block.args, block.kwargs))[block.meta["hidden_argument"]]
     assert hidden is not None
     return hidden
+
+
+def block_result(block: fx.Node) -> fx.Node:
+    """Return the node of a block's hidden states: the call itself, or the first element of what it returns."""
+    return next((user for user in block.users if user.target is operator.getitem), block)
 
 
 def sequence_input(block: fx.Node) -> fx.Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import sympy
 import torch
@@ -18,10 +17,10 @@ from modify.passes.base import (
     Skip,
     block_calls,
     block_input,
+    block_result,
     dimension_symbols,
     expression,
     placeholder,
-    routing_of,
 )
 from modify.passes.builder import Builder, decide_as_for_long_sequences
 from modify.passes.classify_masks import is_square
@@ -60,7 +59,7 @@ class InsertRouters(GraphPass):
     names the block.
 
     Args:
-        layers: (block index, capacity) of the blocks to route.
+        layers: (block index, capacity) of the blocks to route; those of capacity 0 are `DropBlocks`' business.
         unroutable: (block index, reason) of the blocks that must stay dense.
         gate: see `MoDConfig`.
         keep_first: see `MoDConfig`.
@@ -95,7 +94,7 @@ class InsertRouters(GraphPass):
         decide_as_for_long_sequences(graph_module.graph)
         for index, capacity in self.layers:
             block = blocks[index]
-            if "routed" in block.meta:
+            if "routed" in block.meta or capacity == 0:
                 continue
             reason = reasons.get(index) or _obstacle(graph_module, block)
             if reason:
@@ -103,7 +102,7 @@ class InsertRouters(GraphPass):
             else:
                 routing[index] = self._route(graph_module, index, block, capacity)
         if routing:
-            self._return_routing(graph_module, routing)
+            return_routing(graph_module, routing, self.name)
         return GraphPassResult(graph_module, bool(routing), tuple(skips))
 
     def _route(self, graph_module: fx.GraphModule, index: int, block: fx.Node, capacity: float) -> fx.Node:
@@ -127,7 +126,7 @@ class InsertRouters(GraphPass):
                 gathered[argument] = _gather(build, argument, tokens, length, name)
             return gathered[argument]
 
-        output = next((user for user in block.users if user.target is operator.getitem), block)
+        output = block_result(block)
         build_after = Builder(graph_module, output.next, self.name)
         selected = build_after.function(gather_tokens, scores, tokens, name=f"scores_at_{index}")
         gate = build_after.module(f"gates.{index}", selected, name=f"gate_{index}")
@@ -143,17 +142,6 @@ class InsertRouters(GraphPass):
             user.replace_input_with(output, merged)
         return build_after.function(BlockRouting, scores, tokens, None, name=f"routing_{index}")
 
-    def _return_routing(self, graph_module: fx.GraphModule, routing: dict[int, fx.Node]) -> None:
-        output = graph_module.graph.output_node()
-        logits = output.args[0]
-        if known := routing_of(graph_module.graph):
-            routing = {**known, **routing}
-            logits = logits.args[0]
-        build = Builder(graph_module, output, self.name)
-        output.args = (
-            build.function(RoutedOutput, logits, dict(sorted(routing.items())), name="routed_output"),
-        )
-
     def _add_modules(self, graph_module: fx.GraphModule, index: int, block: fx.Node) -> None:
         device = module_device(graph_module.get_submodule(block.target))
         size = block_input(block).meta["val"].shape[-1]
@@ -161,6 +149,19 @@ class InsertRouters(GraphPass):
         router.reset_parameters(torch.Generator().manual_seed(self.seed * 100_003 + index))
         graph_module.add_submodule(f"routers.{index}", router)
         graph_module.add_submodule(f"gates.{index}", Gate(self.gate, device))
+
+
+def return_routing(graph_module: fx.GraphModule, routing: dict[int, fx.Node], made_by: str) -> None:
+    """Let the graph return a `RoutedOutput`, with `routing` beside what it returns already."""
+    output = graph_module.graph.output_node()
+    logits = output.args[0]
+    if logits.target is RoutedOutput:
+        if not routing:
+            return
+        routing = {**logits.args[1], **routing}
+        logits = logits.args[0]
+    build = Builder(graph_module, output, made_by)
+    output.args = (build.function(RoutedOutput, logits, dict(sorted(routing.items())), name="routed_output"),)
 
 
 def module_device(module: nn.Module) -> torch.device:

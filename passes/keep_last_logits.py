@@ -18,6 +18,7 @@ from modify.passes.base import (
     GraphPassResult,
     Skip,
     block_calls,
+    block_result,
     calls_of,
     dimension_symbols,
     expression,
@@ -106,10 +107,8 @@ class KeepLastLogits(GraphPass):
 def _last_hidden(graph: fx.Graph) -> fx.Node:
     """The hidden states that leave the last block, merged if it is routed."""
     blocks = block_calls(graph)
-    node = blocks[max(blocks)]
-    for targets in ((operator.getitem,), (merge_tokens, merge_rows)):
-        node = next((user for user in node.users if user.target in targets), node)
-    return node
+    node = block_result(blocks[max(blocks)])
+    return next((user for user in node.users if user.target in (merge_tokens, merge_rows)), node)
 
 
 def _computed_from(source: fx.Node) -> list[fx.Node]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from modify.passes.base import GraphPass
 from modify.passes.classify_masks import ClassifyMasks
+from modify.passes.drop_blocks import DropBlocks
 from modify.passes.flatten_token_indexing import FlattenTokenIndexing
 from modify.passes.freeze_shapes import FreezeShapes
+from modify.passes.insert_bypasses import InsertBypasses
 from modify.passes.insert_predictors import InsertPredictors
 from modify.passes.insert_routers import InsertRouters
 from modify.passes.keep_last_logits import KeepLastLogits
@@ -21,7 +23,7 @@ Pipeline = tuple[type[GraphPass], ...]
 # A captured dense graph whose masks are cheap.
 DENSE: Pipeline = (ClassifyMasks,)
 # A captured dense graph becomes the training graph of a Mixture-of-Depths model.
-CONVERT: Pipeline = (ClassifyMasks, InsertRouters, InsertPredictors)
+CONVERT: Pipeline = (ClassifyMasks, InsertRouters, InsertBypasses, DropBlocks, InsertPredictors)
 # A training graph becomes one that decides causally, as it is deployed.
 PREDICT: Pipeline = (RouteByPredictor,)
 # A training graph, or a dense one, becomes a static graph for export.
@@ -35,6 +37,8 @@ PREFILL: Pipeline = (
 
 MUST_PRECEDE: tuple[tuple[type[GraphPass], type[GraphPass]], ...] = (
     (ClassifyMasks, InsertRouters),  # masks among selected tokens are rebuilt from what classification found
+    (InsertRouters, InsertBypasses),
+    (InsertRouters, DropBlocks),  # shapes must still be symbols while blocks are told apart
     (InsertRouters, InsertPredictors),
     (InsertPredictors, RouteByPredictor),
     (RouteByPredictor, StripTrainingOutputs),  # the predictors' logits are found among the training outputs

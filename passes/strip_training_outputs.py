@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import fx
 
+from modify.ops.routing import RoutedOutput
 from modify.passes.base import GraphPass, GraphPassResult, routing_of
 
 
@@ -30,10 +31,10 @@ class StripTrainingOutputs(GraphPass):
         """See the class."""
         graph = graph_module.graph
         output = graph.output_node()
-        routing = routing_of(graph)
-        if not routing:
-            return GraphPassResult(graph_module, False)
         routed_output = output.args[0]
+        if routed_output.target is not RoutedOutput:
+            return GraphPassResult(graph_module, False)
+        routing = routing_of(graph)
         output.args = (routed_output.args[0],)
         for node in (routed_output, *routing.values()):
             graph.erase_node(node)

@@ -152,7 +152,12 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (pickled, "convert dense out", ("pytorch_model.bin", "safetensors")),
     (remote_code, "convert dense out", ("auto_map", "modify does not run")),
     (nothing, "convert mod out", ("converted checkpoint already",)),
-    (nothing, "convert dense out --capacity 0", ("capacity", "(0, 1]")),
+    (nothing, "convert dense out --capacity 1.5", ("capacity", "[0, 1]")),
+    (
+        nothing,
+        "convert dense out --capacity 0 --every 1",
+        ("every block would be dropped", "leave at least one"),
+    ),
     (nothing, "convert dense out --capacity 1.2", ("capacity", "1.2")),
     (nothing, "convert dense out --capacity some", ("--capacity", "'some'")),
     (nothing, "convert dense out --capacity 0.5,0.5,0.5", ("3 values", "2 blocks")),

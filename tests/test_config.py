@@ -13,8 +13,8 @@ from modify.errors import ConfigError
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 0}, r"capacity must lie in \(0, 1\], got 0"),
-        ({"capacity": 1.2}, r"capacity must lie in \(0, 1\], got 1\.2"),
+        ({"capacity": -0.1}, r"capacity must lie in \[0, 1\], got -0\.1"),
+        ({"capacity": 1.2}, r"capacity must lie in \[0, 1\], got 1\.2"),
         ({"capacity": float("nan")}, "capacity must lie in"),
         ({"capacity": "half"}, "capacity must lie in"),
         ({"capacity": ()}, "capacity is an empty list"),
@@ -25,6 +25,8 @@ from modify.errors import ConfigError
         ({"layers": ()}, "layers is empty"),
         ({"layers": (1, "2")}, "layers must be block indices"),
         ({"gate": "relu"}, "gate must be one of tanh, linear, sigmoid, got 'relu'"),
+        ({"bypass": "mlp"}, "bypass must be one of identity, linear, got 'mlp'"),
+        ({"bypass_rank": 0}, "bypass_rank must be an integer of at least 1"),
         ({"routing": "topk"}, "routing must be one of learned, random"),
         ({"predictor": "none"}, "predictor must be one of mlp, aux"),
         ({"predictor_slack": 0.5}, r"predictor_slack must be at least 1\.0"),
@@ -81,5 +83,7 @@ def test_json_round_trip(config):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(ConfigError, match="unknown option depth; known options are capacity, every"):
+    with pytest.raises(
+        ConfigError, match="unknown option depth; known options are bypass, bypass_rank, capacity"
+    ):
         MoDConfig.from_dict({"depth": 3})

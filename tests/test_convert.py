@@ -93,7 +93,13 @@ def test_weights_are_seeded_per_block():
 def test_the_record_replays_the_conversion_exactly():
     graph = modify.convert(tiny_model("gpt_neo"), modify.MoDConfig(capacity=0.5, every=1))
     record = graph.meta["conversion_record"]
-    assert record.passes == ("ClassifyMasks", "InsertRouters", "InsertPredictors")
+    assert record.passes == (
+        "ClassifyMasks",
+        "InsertRouters",
+        "InsertBypasses",
+        "DropBlocks",
+        "InsertPredictors",
+    )
     assert [index for index, _ in record.unroutable] == [1, 3]
     again = ConversionRecord.from_dict(json.loads(json.dumps(record.to_dict())))
     assert again == record

@@ -30,13 +30,22 @@ def model() -> modify.MoDForCausalLM:
     return model
 
 
+DROPPED = {"layers": (1, 2, 3), "capacity": (0.4, 0.0, 0.4), "bypass": "linear", "bypass_rank": 4}
+SHALLOW = {"layers": (1, 2), "capacity": 0.0}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "opt", "gemma3", "bloom"])
-def test_saving_and_loading_keeps_every_bit(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {"capacity": 0.4}) for name in ("llama", "gpt2", "mixtral", "opt", "gemma3", "bloom")]
+    + [("llama", DROPPED), ("gpt2", DROPPED), ("llama", SHALLOW)],
+)
+def test_saving_and_loading_keeps_every_bit(name, options, tmp_path):
     dense = tiny_model(name)
-    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=0.4)).eval()
-    for tensor in [*model.gates.parameters(), *model.predictors.buffers()]:
-        tensor.fill_(0.1)
+    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(**options)).eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.startswith(("gates.", "bypasses.")) or name.endswith("threshold"):
+            tensor.fill_(0.1)
     model.save_pretrained(tmp_path)
     for loaded in (modify.load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
         assert type(loaded) is modify.MoDForCausalLM
@@ -54,6 +63,23 @@ def test_names_of_the_dense_model_are_kept(model):
     added = set(model.state_dict()) - set(dense.state_dict())
     assert set(dense.state_dict()) <= set(model.state_dict())
     assert all(name.startswith(("routers.", "gates.", "predictors.")) for name in added)
+
+
+@torch.no_grad()
+def test_a_shallower_model_is_a_converted_one_without_routed_blocks():
+    dense = tiny_model("llama")
+    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(**SHALLOW)).eval()
+    assert model.capacities == {}
+    for index in (1, 2):
+        dense.model.layers[index].forward = lambda hidden, *args, **kwargs: hidden
+    expected = dense(IDS, use_cache=False).logits
+    for index in (1, 2):
+        del dense.model.layers[index].__dict__["forward"]
+    for routing in ("topk", "predictor"):
+        output = model(IDS, routing=routing)
+        assert torch.equal(output.logits, expected)
+        assert output.routing == {}
+    assert torch.equal(model(IDS, routing="dense").logits, dense(IDS, use_cache=False).logits)
 
 
 def test_the_config_answers_for_the_dense_model(model, tmp_path):

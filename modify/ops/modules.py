@@ -1,4 +1,7 @@
-"""The modules that a conversion inserts: routers, gates and predictors. They compute in float32 under any autocast."""
+"""The modules that a conversion inserts: routers, gates, predictors and bypasses.
+
+All but bypasses compute in float32 under any autocast.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,34 @@ class Gate(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
+
+
+class Bypass(nn.Module):
+    """What a token gets that skips a block: `h + up(down(rms_norm(h))) + bias`, of low rank.
+
+    The paper leaves such a token as it is, and invites other cheap paths (section 5). The input is normalised as a
+    block's own is: a few tokens' hidden states are a hundred times larger than the others', and a linear map fitted to
+    the others would throw them anywhere. It starts as the identity; calibration fits it in closed form.
+
+    Maps hidden states `[B, S, D]` to `[B, S, D]` of the same dtype.
+    """
+
+    def __init__(self, hidden_size: int, rank: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, hidden_size, device=device)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw `down` from N(0, 1/D), and let the rest be zero: the identity, from which training can leave."""
+        with torch.no_grad():
+            noise = torch.randn(self.down.weight.shape, generator=generator)
+            self.down.weight.copy_(noise * self.down.in_features**-0.5)
+            self.up.weight.zero_()
+            self.up.bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6)
+        return hidden + self.up(self.down(x.to(self.down.weight.dtype))).to(hidden.dtype)
 
 
 class Predictor(nn.Module):

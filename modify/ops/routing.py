@@ -176,31 +176,40 @@ def gather_tokens(x: Tensor, selection: Selection, dim: int = 1) -> Tensor:
     return x.gather(dim, tokens.view(shape).expand(index_shape))
 
 
-def merge_tokens(hidden: Tensor, selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+def merge_tokens(
+    skipped: Tensor,
+    selection: Selection,
+    inner: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    bypassed: bool = False,
+) -> Tensor:
     """Write the block's gated output over the selected rows (equation 1 of the paper); other rows stay as they are.
 
     `update + (g - 1) * (update - inner)` equals `inner + g * (update - inner)`, and gives `update` bit for bit at
     g = 1.
 
     Args:
-        hidden: `[B, S, D]`, the block's input.
+        skipped: `[B, S, D]`, what tokens get that skip the block: its input, or what a bypass makes of it.
         selection: `k` tokens per sequence.
-        inner: `[B, k, D]`, the selected rows of `hidden`.
+        inner: `[B, k, D]`, the selected rows of the block's input.
         update: `[B, k, D]`, the block's output for them.
         gate: `[B, k, 1]`.
+        bypassed: `skipped` is not the block's input.
     """
-    rows = gated_rows(selection, inner, update, gate)
+    fill = gather_tokens(skipped, selection) if bypassed and selection.valid is not None else inner
+    rows = gated_rows(selection, inner, update, gate, fill)
     index = selection.tokens.unsqueeze(-1).expand_as(rows)
-    return hidden.scatter(1, index, rows)
+    return skipped.scatter(1, index, rows)
 
 
-def gated_rows(selection: Selection, inner: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Return the `[B, k, D]` rows that `merge_tokens` writes; a fill-up slot gets its own input back."""
+def gated_rows(selection: Selection, inner: Tensor, update: Tensor, gate: Tensor, fill: Tensor) -> Tensor:
+    """Return the `[B, k, D]` rows that `merge_tokens` writes; a fill-up slot gets its row of `fill`."""
     rows = (update + (gate - 1) * (update - inner)).to(inner.dtype)
     if selection.valid is None:
         return rows
     kept = selection.valid if selection.padding is None else selection.valid | selection.padding
-    return torch.where(kept.unsqueeze(-1), rows, inner)
+    return torch.where(kept.unsqueeze(-1), rows, fill)
 
 
 def flatten_selection(selection: Selection, x: Tensor) -> Tensor:
@@ -218,14 +227,21 @@ def gather_rows(x: Tensor, rows: Tensor, selection: Selection) -> Tensor:
 
 
 def merge_rows(
-    hidden: Tensor, rows: Tensor, selection: Selection, inner: Tensor, update: Tensor, gate: Tensor
+    skipped: Tensor,
+    rows: Tensor,
+    selection: Selection,
+    inner: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    bypassed: bool = False,
 ) -> Tensor:
     """`merge_tokens` by flat row numbers: one `index_copy`."""
-    values = gated_rows(selection, inner, update, gate)
+    fill = gather_rows(skipped, rows, selection) if bypassed and selection.valid is not None else inner
+    values = gated_rows(selection, inner, update, gate, fill)
     return (
-        hidden.reshape(-1, hidden.shape[-1])
-        .index_copy(0, rows, values.reshape(-1, hidden.shape[-1]))
-        .view_as(hidden)
+        skipped.reshape(-1, skipped.shape[-1])
+        .index_copy(0, rows, values.reshape(-1, skipped.shape[-1]))
+        .view_as(skipped)
     )
 
 
