@@ -13,7 +13,17 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16"]
 
 # A run may be continued with another value of these: they change what is kept and shown, not what is computed.
-_FREE_ON_RESUME = ("save_every", "log_every", "eval_every", "tensorboard", "gradient_checkpointing")
+# Batches may be divided anew as long as a step has as many rows; `Run` checks that.
+_FREE_ON_RESUME = (
+    "save_every",
+    "log_every",
+    "eval_every",
+    "tensorboard",
+    "gradient_checkpointing",
+    "fsdp",
+    "batch_size",
+    "gradient_accumulation",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +56,8 @@ class RetrainConfig:
         calibration_rows: up to this many rows of the data are kept out of training, and the predictors' thresholds
             are set on them.
         tensorboard: also write TensorBoard event files.
+        fsdp: under torchrun or accelerate launch, spread weights, gradients and optimizer state over the processes
+            (FSDP2), a decoder block at a time, instead of keeping all in each; `accelerate launch --use_fsdp` sets it.
 
     Raises:
         ConfigError: a value is out of range; the message names the option.
@@ -71,6 +83,7 @@ class RetrainConfig:
     eval_every: int = 0
     calibration_rows: int = 16
     tensorboard: bool = False
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -104,7 +117,7 @@ class RetrainConfig:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(get_args(kinds))}, got {getattr(self, name)!r}"
                 )
-        for name in ("gradient_checkpointing", "tensorboard"):
+        for name in ("gradient_checkpointing", "tensorboard", "fsdp"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.anneal_steps > self.steps:
@@ -120,6 +133,10 @@ class RetrainConfig:
         if step >= self.anneal_steps:
             return capacity
         return capacity + (1.0 - capacity) * 0.5 * (1.0 + math.cos(math.pi * step / self.anneal_steps))
+
+    def rows_per_step(self, processes: int) -> int:
+        """Rows that one step trains on, over all processes."""
+        return processes * self.batch_size * self.gradient_accumulation
 
     def refuse_difference(self, started: Mapping[str, Any], run: str) -> None:
         """Check that a run started with the options `started` can be continued with these.

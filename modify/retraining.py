@@ -16,11 +16,12 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from modify.data import PackedDataset
+from modify.distributed import wants_fsdp, whole_state_dict, world_size
 from modify.errors import ConfigError, DataError, ModifyError, StorageError
 from modify.evaluation import Metrics, evaluate, find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import RetrainConfig
-from modify.retrain_run import Run, world_size
+from modify.retrain_run import Run
 from modify.storage import check_target, is_no_space
 from modify.thresholds import calibrate_thresholds
 
@@ -116,14 +117,14 @@ def retrain(
         DataError: the data cannot be read, does not fit the model, or has fewer rows than one batch.
         StorageError: `output_dir` exists, another process is working on it, there is an unfinished run that neither
             `resume` nor `overwrite` covers, or there is none to resume.
-        ModifyError: the loss or a weight became infinite or NaN, a package is missing, or the launcher asks for FSDP or
-            DeepSpeed.
+        ModifyError: the loss or a weight became infinite or NaN, a package is missing, or the launcher asks for
+            DeepSpeed or for what is not supported of FSDP.
     """
     config = config or RetrainConfig()
     target = Path(os.path.abspath(output_dir))
     check_target(target, overwrite)
     _check_packages(config)
-    _check_launcher()
+    config = dataclasses.replace(config, fsdp=wants_fsdp(config.fsdp))
     _check_model(model, config)
     tokenizer = tokenizer or find_tokenizer(model)
     rows = packed_rows(model, data, tokenizer, config.length)
@@ -154,8 +155,10 @@ def retrain(
             evaluation=evaluation,
             history=tuple(trainer.state.log_history[:-1]),  # the last one is Trainer's summary
         )
+        weights = whole_state_dict(model) if config.fsdp else None
         if is_main:
-            run.finish(model, tokenizer, {REPORT: _summary(config, result)}, overwrite=overwrite)
+            files = {REPORT: _summary(config, result)}
+            run.finish(model, tokenizer, files, weights=weights, overwrite=overwrite)
         trainer.accelerator.wait_for_everyone()
     except BaseException as error:
         run.abandon()
@@ -221,14 +224,6 @@ def _check_packages(config: RetrainConfig) -> None:
         raise ModifyError(
             f"retraining needs {' and '.join(missing)}; install with: pip install 'modify[train]'"
         )
-
-
-def _check_launcher() -> None:
-    for name in ("FSDP", "DeepSpeed"):
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("1", "true", "yes"):
-            raise ModifyError(
-                f"{name} is not supported yet; use DDP: torchrun or accelerate launch without {name}"
-            )
 
 
 def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
