@@ -1,0 +1,199 @@
+"""Two processes train like one that has the whole batch, with DDP and with FSDP, and go on with each other's runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from toy import toy_model, toy_rows
+from transformers import TrainerCallback
+
+import modify
+from modify import RetrainConfig, RetrainReport
+from modify.errors import StorageError
+
+pytestmark = pytest.mark.slow
+
+ONE = {"batch_size": 4, "gradient_accumulation": 2}
+TWO = {"batch_size": 2, "gradient_accumulation": 2}
+FSDP = TWO | {"fsdp": True}
+
+
+def run(folder: Path, options: dict[str, Any], *callbacks: TrainerCallback, **more: Any) -> RetrainReport:
+    """Six steps of 8 rows, over 36 rows; checkpoints in the middle of a log window, evaluation in between."""
+    config = RetrainConfig(
+        steps=6,
+        length=16,
+        learning_rate=1e-3,
+        warmup=2,
+        anneal_steps=3,
+        log_every=2,
+        save_every=3,
+        eval_every=2,
+        calibration_rows=4,
+        **options,
+    )
+    data, held_out = toy_rows(40), toy_rows(4, seed=1)
+    return modify.retrain(
+        toy_model(), data, config=config, output_dir=folder, eval_data=held_out, callbacks=callbacks, **more
+    )
+
+
+class Stop(TrainerCallback):
+    """Ctrl-C after step 5 in every process, or SIGKILL of the second process in step 6."""
+
+    def __init__(self, kill: bool = False) -> None:
+        self.kill = kill
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.kill and state.global_step == 5 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.kill and state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+class Measure(TrainerCallback):
+    """Writes down how many numbers of the optimizer's state this process holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        held = sum(getattr(moment, "_local_tensor", moment).numel() for moment in moments)
+        (self.folder / f"held-{args.process_index}").write_text(str(held))
+
+
+def two_processes(folder: Path) -> None:
+    run(folder / "ddp", TWO)
+    run(folder / "fsdp", FSDP, Measure(folder))
+    run(folder / "one-to-ddp", TWO, resume=True)
+    run(folder / "one-to-fsdp", FSDP | {"gradient_checkpointing": True}, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder / "ddp-to-one", TWO, Stop())
+    run(folder / "fsdp-to-one", FSDP, Stop(kill=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one process, `one`, and those of `two_processes`."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "one", ONE)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder / "one-to-ddp", ONE, Stop())
+    shutil.copytree(folder / "one-to-ddp.run", folder / "one-to-fsdp.run")
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parent),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*launcher, __file__, str(folder)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert f"exitcode  : -{signal.SIGKILL.value}" in ended.stderr, ended.stderr  # the last run's
+    return folder
+
+
+def check_same(found: Path, expected: Path) -> None:
+    """Equal but for the order in which sums are taken."""
+    a, b = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (found, expected)
+    )
+    assert [entry["step"] for entry in a] == [entry["step"] for entry in b] == [2, 2, 4, 4, 6, 6]
+    for one, other in zip(a, b, strict=True):
+        assert one.keys() == other.keys()
+        # A spread is taken within a batch, and the batches differ.
+        for name in one.keys() - {"tokens_per_second", "router_spread", "router_spread_min"}:
+            assert one[name] == pytest.approx(other[name], rel=1e-4), (one["step"], name)
+    a, b = (json.loads((folder / "retraining.json").read_text()) for folder in (found, expected))
+    assert a["tokens"] == b["tokens"] == 6 * 8 * 16
+    assert a["evaluation"]["loss"] == pytest.approx(b["evaluation"]["loss"], rel=1e-4)
+    assert a["evaluation"]["flops"] == b["evaluation"]["flops"]
+    for name in ("model.safetensors", "mod.safetensors"):
+        a, b = (load_file(folder / name) for folder in (found, expected))
+        assert a.keys() == b.keys()
+        for key in a:
+            torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_processes_equal_one_with_twice_the_batch(runs: Path, name: str) -> None:
+    check_same(runs / name, runs / "one")
+    assert not (runs / f"{name}.run").exists()
+
+
+def test_a_sharded_run_ends_in_a_plain_checkpoint(runs: Path) -> None:
+    assert {path.name for path in (runs / "fsdp").iterdir()} == {path.name for path in (runs / "one").iterdir()}
+    assert set(load_file(runs / "fsdp" / "model.safetensors")) == set(
+        load_file(runs / "one" / "model.safetensors")
+    )  # tied weights are there once
+    model = modify.load(runs / "fsdp")
+    metrics = modify.evaluate(model, toy_rows(4, seed=1))
+    expected = json.loads((runs / "fsdp" / "retraining.json").read_text())["evaluation"]["loss"]
+    assert metrics.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_process_holds_or_writes_more_than_its_share(runs: Path) -> None:
+    whole = 2 * sum(p.numel() for p in toy_model().parameters())
+    held = [int((runs / f"held-{process}").read_text()) for process in (0, 1)]
+    assert max(held) < 0.51 * whole
+    assert sum(held) == pytest.approx(whole, rel=1e-3)  # scalars are held by both
+    folder = runs / "fsdp-to-one.run" / "checkpoints" / "checkpoint-3" / "tensors"
+    sizes = []
+    for path in sorted(folder.iterdir()):
+        with safe_open(path, "pt") as file:
+            sizes.append(sum(file.get_tensor(name).numel() for name in file.keys()))  # noqa: SIM118
+    assert len(sizes) == 2
+    assert max(sizes) < 0.51 * sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["one-to-ddp", "one-to-fsdp"])
+def test_two_processes_go_on_with_a_run_of_one(runs: Path, name: str) -> None:
+    check_same(runs / name, runs / "one")
+    assert json.loads((runs / name / "retraining.json").read_text())["resumed_from"] == 3
+
+
+@pytest.mark.parametrize("name", ["ddp-to-one", "fsdp-to-one"])
+def test_one_process_goes_on_with_a_run_of_two(runs: Path, name: str) -> None:
+    kept = [path.name for path in (runs / f"{name}.run" / "checkpoints").iterdir()]
+    assert kept == ["checkpoint-3"]
+    files = [path for path in (runs / f"{name}.run").rglob("*") if path.suffix in (".pt", ".bin", ".distcp", ".metadata")]
+    assert files == []  # pickles
+    report = run(runs / name, {"batch_size": 8}, resume=True)
+    assert report.resumed_from == 3
+    check_same(runs / name, runs / "one")
+
+
+def test_a_damaged_shard_is_one_clear_line(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", ONE, Stop())
+    shard = tmp_path / "out.run" / "checkpoints" / "checkpoint-3" / "tensors" / "shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(StorageError, match=r"tensors cannot be read .*; remove .*checkpoint-3 to resume from"):
+        run(tmp_path / "out", ONE, resume=True)
+    shard.unlink()
+    with pytest.raises(StorageError, match=r"tensors cannot be read"):
+        run(tmp_path / "out", ONE, resume=True)
+
+
+if __name__ == "__main__":
+    two_processes(Path(sys.argv[1]))
