@@ -84,6 +84,9 @@ def retrain(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard event files too.")
     ] = False,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: spread the model over the processes.")
+    ] = _DEFAULT.fsdp,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished run of OUT.")] = False,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -102,6 +105,8 @@ def retrain(
       modify retrain SmolLM2-mod/ healed/ --data corpus.jsonl.xz --anneal-steps 100 --precision bf16
 
       modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --steps 1000 --resume
+
+      torchrun --nproc-per-node 2 -m modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --fsdp
     """
     terminal = Terminal(as_json=json, verbose=verbose)
     config = RetrainConfig(
@@ -125,6 +130,7 @@ def retrain(
         eval_every=eval_every,
         calibration_rows=calibration_rows,
         tensorboard=tensorboard,
+        fsdp=fsdp,
     )
     from modify.retraining import retrain as run
     from modify.storage import check_target

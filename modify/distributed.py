@@ -35,7 +35,9 @@ def wants_fsdp(fsdp: bool) -> bool:
         ConfigError: there is one process only.
     """
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
-        raise ModifyError("DeepSpeed is not supported; use FSDP: accelerate launch --use_fsdp --fsdp_version 2")
+        raise ModifyError(
+            "DeepSpeed is not supported; use FSDP: accelerate launch --use_fsdp --fsdp_version 2"
+        )
     if not fsdp and not _is_set(_USE_FSDP):
         return False
     if _is_set(_USE_FSDP):
@@ -77,7 +79,9 @@ def shard(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
         gates' alpha): their gradients are for `average_gradients`.
     """
     graph = model.dense_graph if isinstance(model, MoDForCausalLM) else capture(model)
-    names = {str(node.target): None for node in block_calls(graph.graph).values()}  # ordered; a block may recur
+    names = {
+        str(node.target): None for node in block_calls(graph.graph).values()
+    }  # ordered; a block may recur
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     scalars = {p for p in model.parameters() if p.dim() == 0}
     for name in [*names, ""]:  # the root comes last and takes what is left

@@ -8,6 +8,7 @@ They are not written by that class since it holds all of a process's tensors a s
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,13 @@ def _stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    alone = not dist.is_initialized()
     try:
-        dcp.load(
-            tensors,
-            storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-            no_dist=not dist.is_initialized(),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled"
+            )  # that is what `alone` says
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=alone)
     except CheckpointException as error:
         raise _unreadable(folder, next(iter(error.failures.values()))[0]) from error
 

@@ -201,7 +201,7 @@ def _remedy(rows: int, batch_size: int) -> str:
         return f"resume with gradient_accumulation={passes}"
     each, rest = divmod(rows, world_size())
     if rest == 0:
-        return f"resume with batch_size={each} and gradient_accumulation=1, or a divisor and its quotient"
+        return f"resume with batch_size and gradient_accumulation that multiply to {each}"
     return f"resume with a number of processes that divides {rows}"
 
 

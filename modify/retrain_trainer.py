@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,9 +111,7 @@ class MoDTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         config = self.retrain_config
-        return RepeatedShuffle(
-            len(self.rows), config.steps * config.rows_per_step(world_size()), config.seed
-        )
+        return RepeatedShuffle(len(self.rows), config.steps * config.rows_per_step(world_size()), config.seed)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.retrain_config.fsdp:  # else its shards are there
@@ -179,9 +176,10 @@ class MoDTrainer(Trainer):
             average_gradients(self.replicated)
         return loss
 
-    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager[None]:
-        """Reduce after every pass: until the last of a step, each process would hold all gradients whole."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Do not defer it: until the last pass of a step, each process would hold all gradients whole."""
+        yield
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -256,7 +254,7 @@ class MoDTrainer(Trainer):
         return metrics
 
     def check_weights(self) -> None:
-        """Raise `ModifyError`, in all processes, if the loss since the last log entry or a weight is infinite or NaN."""
+        """Raise `ModifyError`, in all processes, if the loss since the last log or a weight is infinite or NaN."""
         step = self.state.global_step
         values = [("the loss", self._sums["loss"])] if "loss" in self._sums else []
         values += [(f"parameter {name}", value) for name, value in self.model_itself.named_parameters()]
@@ -297,7 +295,8 @@ class MoDTrainer(Trainer):
         if checkpoint is None:
             return
         scheduler, step = self.lr_scheduler, self.state.global_step
-        assert self.optimizer is not None and scheduler is not None
+        assert self.optimizer is not None
+        assert scheduler is not None
         load_optimizer(Path(checkpoint, _TENSORS), self.model_itself, self.optimizer)
         rates = [
             rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

@@ -34,6 +34,7 @@ from modify.errors import ConfigError
         ("calibration_rows", 0),
         ("max_grad_norm", -1.0),
         ("tensorboard", "yes"),
+        ("fsdp", 1),
     ],
 )
 def test_bad_options_are_named(option: str, value: object) -> None:
@@ -56,9 +57,21 @@ def test_a_resumed_run_may_change_only_what_changes_no_number() -> None:
     config = RetrainConfig(steps=10, warmup=2)
     started = json.loads(json.dumps(config.to_dict()))
     RetrainConfig(
-        steps=10, warmup=2, save_every=3, log_every=7, eval_every=2, tensorboard=True
+        steps=10,
+        warmup=2,
+        save_every=3,
+        log_every=7,
+        eval_every=2,
+        tensorboard=True,
+        fsdp=True,
+        batch_size=2,
+        gradient_accumulation=2,
     ).refuse_difference(started, "run")
-    for option, value in [("learning_rate", 1e-5), ("seed", 1), ("batch_size", 2), ("anneal_steps", 1)]:
+    for option, value in [("learning_rate", 1e-5), ("seed", 1), ("anneal_steps", 1)]:
         changed = dataclasses.replace(config, **{option: value})
         with pytest.raises(ConfigError, match=f"^{option} is {value}, but run was started with {option}="):
             changed.refuse_difference(started, "run")
+
+
+def test_rows_per_step_count_all_processes() -> None:
+    assert RetrainConfig(batch_size=3, gradient_accumulation=2).rows_per_step(4) == 24

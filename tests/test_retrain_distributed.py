@@ -142,7 +142,9 @@ def test_two_processes_equal_one_with_twice_the_batch(runs: Path, name: str) -> 
 
 
 def test_a_sharded_run_ends_in_a_plain_checkpoint(runs: Path) -> None:
-    assert {path.name for path in (runs / "fsdp").iterdir()} == {path.name for path in (runs / "one").iterdir()}
+    assert {path.name for path in (runs / "fsdp").iterdir()} == {
+        path.name for path in (runs / "one").iterdir()
+    }
     assert set(load_file(runs / "fsdp" / "model.safetensors")) == set(
         load_file(runs / "one" / "model.safetensors")
     )  # tied weights are there once
@@ -176,7 +178,11 @@ def test_two_processes_go_on_with_a_run_of_one(runs: Path, name: str) -> None:
 def test_one_process_goes_on_with_a_run_of_two(runs: Path, name: str) -> None:
     kept = [path.name for path in (runs / f"{name}.run" / "checkpoints").iterdir()]
     assert kept == ["checkpoint-3"]
-    files = [path for path in (runs / f"{name}.run").rglob("*") if path.suffix in (".pt", ".bin", ".distcp", ".metadata")]
+    files = [
+        path
+        for path in (runs / f"{name}.run").rglob("*")
+        if path.suffix in (".pt", ".bin", ".distcp", ".metadata")
+    ]
     assert files == []  # pickles
     report = run(runs / name, {"batch_size": 8}, resume=True)
     assert report.resumed_from == 3
@@ -188,7 +194,9 @@ def test_a_damaged_shard_is_one_clear_line(runs: Path, tmp_path: Path) -> None:
         run(tmp_path / "out", ONE, Stop())
     shard = tmp_path / "out.run" / "checkpoints" / "checkpoint-3" / "tensors" / "shard-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(StorageError, match=r"tensors cannot be read .*; remove .*checkpoint-3 to resume from"):
+    with pytest.raises(
+        StorageError, match=r"tensors cannot be read .*; remove .*checkpoint-3 to resume from"
+    ):
         run(tmp_path / "out", ONE, resume=True)
     shard.unlink()
     with pytest.raises(StorageError, match=r"tensors cannot be read"):
