@@ -190,6 +190,7 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "export dense out --routing topk --seq-len 32", ("dense",)),
     (nothing, "retrain mod out --data pydoc --steps 0", ("steps", "at least 1")),
     (nothing, "retrain mod out --data pydoc --length 32 --resume", ("no unfinished run",)),
+    (nothing, "retrain mod out --data pydoc --length 32 --fsdp", ("FSDP", "torchrun --nproc-per-node N")),
     (nothing, "explode", ("explode", "modify --help")),
     (nothing, "convert", ("'SRC'", "modify convert --help")),
     (nothing, "convert dense", ("'OUT'",)),
