@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from modify.capture import capture
+from modify.blocks import find_opaque_modules
 from modify.errors import ConfigError, ModifyError
 from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
@@ -78,13 +78,9 @@ def shard(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
         The parameters that every process keeps whole, since FSDP2 cannot split a scalar (the routers' biases, the
         gates' alpha): their gradients are for `average_gradients`.
     """
-    graph = model.dense_graph if isinstance(model, MoDForCausalLM) else capture(model)
-    names = {
-        str(node.target): None for node in block_calls(graph.graph).values()
-    }  # ordered; a block may recur
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     scalars = {p for p in model.parameters() if p.dim() == 0}
-    for name in [*names, ""]:  # the root comes last and takes what is left
+    for name in [*_block_names(model), ""]:  # the root comes last and takes what is left
         module = model.get_submodule(name)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -93,6 +89,15 @@ def shard(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
                     dist.broadcast(parameter.data, src=0)
         fully_shard(module, mesh=mesh, ignored_params=scalars)
     return [p for p in model.parameters() if p in scalars and p.requires_grad]
+
+
+def _block_names(model: PreTrainedModel) -> list[str]:
+    if isinstance(model, MoDForCausalLM):
+        names = [str(node.target) for node in block_calls(model.dense_graph.graph).values()]
+    else:
+        found = find_opaque_modules(model, next(model.parameters()).device)
+        names = [name for name, module in found.items() if module.is_block]
+    return list(dict.fromkeys(names))  # a block may be called more than once
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:

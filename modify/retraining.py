@@ -228,6 +228,11 @@ def _check_packages(config: RetrainConfig) -> None:
 
 def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name} has no values; load the weights in every process, under accelerate launch with "
+                "--fsdp_cpu_ram_efficient_loading false"
+            )
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: small updates would be lost; load "

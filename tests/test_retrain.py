@@ -265,6 +265,13 @@ def test_launchers_that_do_not_fit_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
+    model = toy_model().to("meta")  # what a process gets where only the first one loads
+    with pytest.raises(ConfigError, match=r"^parameter \S+ has no values; load the weights in every process"):
+        modify.retrain(model, toy_rows(), config=options(), output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     class Full(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
