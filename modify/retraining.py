@@ -228,11 +228,6 @@ def _check_packages(config: RetrainConfig) -> None:
 
 def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name} has no values; load the weights in every process, under accelerate launch with "
-                "--fsdp_cpu_ram_efficient_loading false"
-            )
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: small updates would be lost; load "
@@ -242,6 +237,12 @@ def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
         hasattr(module, "gradient_checkpointing") for module in model.modules()
     ):
         raise ConfigError("gradient_checkpointing: the blocks of this model do not support it; turn it off")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name} has no values; load the weights in every process, under accelerate launch with "
+                "--fsdp_cpu_ram_efficient_loading false"
+            )
 
 
 def _split(rows: PackedDataset, config: RetrainConfig) -> tuple[Tensor, Subset[dict[str, Tensor]]]:

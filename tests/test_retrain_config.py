@@ -27,6 +27,7 @@ from modify.errors import ConfigError
         ("schedule", "step"),
         ("precision", "fp16"),
         ("gradient_checkpointing", 1),
+        ("fsdp", 1),
         ("seed", -1),
         ("save_every", -1),
         ("log_every", 0),
@@ -34,12 +35,15 @@ from modify.errors import ConfigError
         ("calibration_rows", 0),
         ("max_grad_norm", -1.0),
         ("tensorboard", "yes"),
-        ("fsdp", 1),
     ],
 )
 def test_bad_options_are_named(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         RetrainConfig(**{"steps": 200, option: value})
+
+
+def test_rows_per_step_count_all_processes() -> None:
+    assert RetrainConfig(batch_size=3, gradient_accumulation=2).rows_per_step(4) == 24
 
 
 def test_annealing_is_a_cosine_of_the_global_step() -> None:
@@ -71,7 +75,3 @@ def test_a_resumed_run_may_change_only_what_changes_no_number() -> None:
         changed = dataclasses.replace(config, **{option: value})
         with pytest.raises(ConfigError, match=f"^{option} is {value}, but run was started with {option}="):
             changed.refuse_difference(started, "run")
-
-
-def test_rows_per_step_count_all_processes() -> None:
-    assert RetrainConfig(batch_size=3, gradient_accumulation=2).rows_per_step(4) == 24
