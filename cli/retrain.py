@@ -113,6 +113,7 @@ def retrain(
         float,
         typer.Option(
             "--distill",
+            "--distill-weight",
             help="Share of the dense model's lesson in the loss, from 0 to 1; the rest is the language-model loss.",
             rich_help_panel=_DISTILLATION,
         ),
