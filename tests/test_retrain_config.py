@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from modify import RetrainConfig
+from modify.cli.app import app
 from modify.errors import ConfigError
 
 
@@ -92,3 +97,16 @@ def test_targets_survive_json() -> None:
     values = json.loads(json.dumps(config.to_dict()))
     assert RetrainConfig(**values) == config
     config.refuse_difference(values, "run")
+
+
+def test_the_healing_page_names_options_that_exist() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "healing.md").read_text(encoding="utf-8")
+    names = {field.name for field in dataclasses.fields(RetrainConfig)}
+    named = set(re.findall(r"`(\w+_\w+)`", page))
+    assert named
+    assert named <= names
+    group: Any = typer.main.get_command(app)
+    known = {option for parameter in group.commands["retrain"].params for option in parameter.opts}
+    given = set(re.findall(r"--[a-z][a-z-]+", page))
+    assert {"--distill", "--train", "--teacher"} <= given
+    assert given <= known
