@@ -30,6 +30,7 @@ _RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 _TENSORBOARD = "tensorboard"
 _LOCK = "lock"
+_VALUES = 64  # of each parameter, roughly
 
 
 class Run:
@@ -41,6 +42,7 @@ class Run:
         config: RetrainConfig,
         model: PreTrainedModel,
         rows: PackedDataset,
+        teacher: PreTrainedModel | None,
         *,
         resume: bool,
         overwrite: bool,
@@ -57,6 +59,7 @@ class Run:
             "config": config.to_dict(),
             "rows_per_step": config.rows_per_step(world_size()),
             **_fingerprint(model, rows),
+            "teacher": "" if teacher is None else _weights_digest(teacher),
         }
         self.step: int | None = None
         self.checkpoint: str | None = None
@@ -120,7 +123,11 @@ class Run:
                 f"{self.config.gradient_accumulation} make {self.record['rows_per_step']}; "
                 f"{_remedy(started['rows_per_step'], self.config.batch_size)}"
             )
-        for name, what in (("model", "another model"), ("data", "other data")):
+        for name, what in (
+            ("model", "another model"),
+            ("data", "other data"),
+            ("teacher", "another teacher"),
+        ):
             if started[name] != self.record[name]:
                 raise ConfigError(
                     f"{self.folder} was started with {what}: resume with the same, or start a new run"
@@ -245,11 +252,26 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
 def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:
     """What must be the same for a run to be continued, besides the options."""
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
-    described: dict[str, Any] = {"shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
+    described: dict[str, Any] = {
+        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+        "weights": _weights_digest(model),
+    }
     if isinstance(model, MoDForCausalLM):
         described["mod_config"] = model.mod_config.to_dict()
     digest = hashlib.sha256(rows.rows.numpy().tobytes()).hexdigest()
     return {"model": described, "data": {"rows": len(rows), "length": rows.length, "sha256": digest}}
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    """A digest of some values of every parameter, as given: a run goes on from its own, but what is frozen, and what a
+    teacher is made of, comes from the model given.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // _VALUES)].float().cpu()
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _truncate(metrics: Path, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from modify.modeling import MOD_PREFIXES, MoDForCausalLM, Routing
 from modify.retrain_callbacks import Anneal, Clock, LogHook, MarkComplete, Record
 from modify.retrain_checkpoint import load_model, load_optimizer, save_tensors
 from modify.retrain_config import RetrainConfig
+from modify.retrain_distill import Distillation
 from modify.retrain_losses import language_loss_sum, predictor_loss, real_tokens, router_statistics
 from modify.retrain_run import CHECKPOINTS
 
@@ -38,20 +39,24 @@ _WINDOW = "window.json"
 
 
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
-    """Split the trainable parameters by learning rate and weight decay; empty groups are left out.
+    """Split the trainable parameters by learning rate, weight decay and the step at which they join (`joined`).
 
-    Routers, gates and predictors get `router_learning_rate`; parameters with fewer than two dimensions no decay.
+    What the conversion added gets `router_learning_rate` and is there from the start; the rest joins after
+    `router_steps`. Parameters with fewer than two dimensions get no decay. Empty groups are left out.
     Sharded and whole parameters are kept apart, since no optimizer updates both in one call.
     """
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        rate = config.router_learning_rate if name.startswith(MOD_PREFIXES) else config.learning_rate
+        is_added = name.startswith(MOD_PREFIXES)
+        rate = config.router_learning_rate if is_added else config.learning_rate
         decay = config.weight_decay if parameter.dim() > 1 else 0.0
-        groups.setdefault((rate, decay, isinstance(parameter, DTensor)), []).append(parameter)
+        joined = 0 if is_added else config.router_steps
+        groups.setdefault((rate, decay, joined, isinstance(parameter, DTensor)), []).append(parameter)
     return [
-        {"params": group, "lr": rate, "weight_decay": decay} for (rate, decay, _), group in groups.items()
+        {"params": group, "lr": rate, "weight_decay": decay, "joined": joined}
+        for (rate, decay, joined, _), group in groups.items()
     ]
 
 
@@ -74,8 +79,10 @@ class MoDTrainer(Trainer):
         held_out: Tensor | None,
         callbacks: list[TrainerCallback],
         on_log: LogHook | None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.retrain_config = config
+        self.distillation = distillation
         self.rows = rows
         self.held_out = held_out
         self.clock = Clock()
@@ -124,6 +131,21 @@ class MoDTrainer(Trainer):
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=_can_fuse(groups))
         return self.optimizer
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Each group's rate follows `RetrainConfig.rate_factor` from the step at which it joins."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.optimizer
+            assert optimizer is not None
+            factors = [self._factor(group["joined"]) for group in optimizer.param_groups]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _factor(self, joined: int) -> Callable[[int], float]:
+        return lambda step: self.retrain_config.rate_factor(step, joined)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
@@ -148,14 +170,20 @@ class MoDTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Language-model loss plus weighted predictor loss: this batch's share of the means over the whole step."""
+        """Weighted sum of the losses: this batch's share of their means over the whole step."""
         labels = inputs["labels"]
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        output = model(**inputs, use_cache=False)
+        mod = self.model_itself
+        options: dict[str, Any] = {"use_cache": False}
+        if isinstance(mod, MoDForCausalLM) and self.retrain_config.predicts_at(self.state.global_step):
+            options["routing"] = "predictor"
+        with self.distillation.lesson(inputs) if self.distillation else contextlib.nullcontext() as lesson:
+            output = model(**inputs, **options)
         loss = language_loss_sum(output.logits, labels) / self._step_targets
         self._note(lm_loss=loss)
+        if self.distillation is not None and lesson is not None:
+            loss = self._add_distillation(loss, self.distillation.loss_sums(lesson, output.logits, labels))
         routing = getattr(output, "routing", None)
-        mod = self.model_itself
         if routing and isinstance(mod, MoDForCausalLM):
             share = real_tokens(inputs) / self._step_tokens
             mask = inputs.get("attention_mask")
@@ -184,6 +212,16 @@ class MoDTrainer(Trainer):
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _add_distillation(self, language_loss: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        config = self.retrain_config
+        losses = {name: value / self._step_targets for name, value in sums.items()}
+        self._note(**losses)
+        weights = {"distill_loss": config.distill_weight, "hidden_loss": config.hidden_weight}
+        if config.distill_weight == 1:  # no gradient of the logits' size for a loss that counts nothing
+            language_loss = language_loss.detach()
+        loss = (1 - config.distill_weight) * language_loss
+        return loss + sum(weights[name] * value for name, value in losses.items())
 
     @property
     def model_itself(self) -> PreTrainedModel:
@@ -227,26 +265,25 @@ class MoDTrainer(Trainer):
 
     def _schedule_values(self) -> dict[str, float]:
         """Rates and mean capacity that the last step ran with."""
-        assert self.lr_scheduler is not None
-        step = self.state.global_step - 1
-        factor = self.lr_scheduler.lr_lambdas[0](step)
+        config, step = self.retrain_config, self.state.global_step - 1
+        rate = 0.0 if config.train == "routers" else config.learning_rate
         values = {
-            "learning_rate": self.retrain_config.learning_rate * factor,
-            "router_learning_rate": self.retrain_config.router_learning_rate * factor,
+            "learning_rate": rate * config.rate_factor(step, config.router_steps),
+            "router_learning_rate": config.router_learning_rate * config.rate_factor(step),
         }
         if isinstance(mod := self.model_itself, MoDForCausalLM):
-            capacities = [self.retrain_config.capacity_at(step, c) for c in mod.capacities.values()]
+            capacities = [config.capacity_at(step, c) for c in mod.capacities.values()]
             values["capacity"] = sum(capacities) / len(capacities)
         return values
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Loss on the held-out rows, under top-k routing at the final capacities."""
+        """Loss on the held-out rows, at the final capacities, under the routing of the last step."""
         model = self.model_itself
         assert self.held_out is not None
         routing: Routing = "dense"
         if isinstance(model, MoDForCausalLM):
             model.set_capacities(None)  # annealing sets them anew at the next step
-            routing = "topk"
+            routing = "predictor" if self.retrain_config.predicts_at(self.state.global_step - 1) else "topk"
         loss, _ = run_rows(model, self.held_out, routing, self.args.per_device_train_batch_size)
         metrics = {"eval_loss": loss}
         self.log(dict(metrics))
@@ -316,8 +353,6 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         gradient_accumulation_steps=config.gradient_accumulation,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
-        warmup_steps=config.warmup,
-        lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
         max_grad_norm=config.max_grad_norm,
         activation_checkpointing=config.gradient_checkpointing,
         seed=config.seed,
@@ -334,6 +369,8 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         remove_unused_columns=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        # A frozen parameter gets no gradient for some steps.
+        ddp_find_unused_parameters=True if config.router_steps else None,
         use_cpu=torch.accelerator.current_accelerator() is None,  # lets CPU processes find one another
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: one process each, never DataParallel's threads

@@ -217,7 +217,7 @@ def test_a_damaged_record_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "out.run" / "run.json").write_text(text)
     with pytest.raises(
         StorageError,
-        match=r"run\.json does not say with which config and rows_per_step and model and data the run",
+        match=r"run\.json does not say with which config and rows_per_step and model and data and teacher the run",
     ):
         plain(tmp_path / "out", PLAIN, resume=True)
     (tmp_path / "out.run" / "run.json").write_text(text[:-1])
