@@ -28,6 +28,14 @@ pytestmark = pytest.mark.slow
 ONE = {"batch_size": 4, "gradient_accumulation": 2}
 TWO = {"batch_size": 2, "gradient_accumulation": 2}
 FSDP = TWO | {"fsdp": True}
+# With a teacher, adapters, weights that join later, and predictors that take over.
+HEALING = {
+    "train": "lora",
+    "distill_weight": 0.5,
+    "hidden_weight": 0.1,
+    "router_steps": 1,
+    "predictor_steps": 2,
+}
 
 
 def run(folder: Path, options: dict[str, Any], *callbacks: TrainerCallback, **more: Any) -> RetrainReport:
@@ -84,6 +92,8 @@ class Measure(TrainerCallback):
 def two_processes(folder: Path) -> None:
     run(folder / "fsdp", FSDP, Measure(folder))
     run(folder / "control-fsdp", FSDP)
+    run(folder / "healed-fsdp", FSDP | HEALING)
+    run(folder / "healed-to-fsdp", FSDP | HEALING, resume=True)
     run(folder / "one-to-ddp", TWO, resume=True)
     run(folder / "one-to-fsdp", FSDP | {"gradient_checkpointing": True}, resume=True)
     with pytest.raises(KeyboardInterrupt):
@@ -93,10 +103,13 @@ def two_processes(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs of one process, `one` and `control`, and those of `two_processes`."""
+    """A folder with runs of one process, `one`, `control` and `healed`, and those of `two_processes`."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder / "one", ONE)
     run(folder / "control", ONE)
+    run(folder / "healed", ONE | HEALING)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder / "healed-to-fsdp", ONE | HEALING, Stop())
     with pytest.raises(KeyboardInterrupt):
         run(folder / "one-to-ddp", ONE, Stop())
     shutil.copytree(folder / "one-to-ddp.run", folder / "one-to-fsdp.run")
@@ -142,7 +155,9 @@ def check_same(found: Path, expected: Path) -> None:
             torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("fsdp", "one"), ("control-fsdp", "control")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("fsdp", "one"), ("control-fsdp", "control"), ("healed-fsdp", "healed")]
+)
 def test_two_processes_equal_one_with_twice_the_batch(runs: Path, name: str, expected: str) -> None:
     check_same(runs / name, runs / expected)
     assert not (runs / f"{name}.run").exists()
@@ -175,9 +190,11 @@ def test_no_process_holds_or_writes_more_than_its_share(runs: Path) -> None:
     assert max(sizes) < 0.51 * sum(sizes)
 
 
-@pytest.mark.parametrize("name", ["one-to-ddp", "one-to-fsdp"])
-def test_two_processes_go_on_with_a_run_of_one(runs: Path, name: str) -> None:
-    check_same(runs / name, runs / "one")
+@pytest.mark.parametrize(
+    ("name", "expected"), [("one-to-ddp", "one"), ("one-to-fsdp", "one"), ("healed-to-fsdp", "healed")]
+)
+def test_two_processes_go_on_with_a_run_of_one(runs: Path, name: str, expected: str) -> None:
+    check_same(runs / name, runs / expected)
     assert json.loads((runs / name / "retraining.json").read_text())["resumed_from"] == 3
 
 
