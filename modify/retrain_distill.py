@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from modify.errors import ConfigError
+from modify.evaluation import context_length
 from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
 from modify.retrain_adapters import without_adapters
@@ -244,11 +246,13 @@ class Distillation:
                 module.training = True
 
 
-def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel | None, config: RetrainConfig) -> None:
-    """Check that there is a teacher where one is needed, and that it fits.
+def check_teacher(
+    student: PreTrainedModel, teacher: PreTrainedModel | None, config: RetrainConfig, length: int
+) -> None:
+    """Check that there is a teacher where one is needed, and that it fits; `length` is that of the rows.
 
     Raises:
-        ConfigError: it is missing, of no use, the student itself, or has another vocabulary.
+        ConfigError: it is missing, of no use, the student itself, has another vocabulary or a shorter context.
     """
     if not config.distills:
         if teacher is not None:
@@ -269,6 +273,9 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel | None, con
         raise ConfigError(
             f"the teacher's vocabulary has {theirs} tokens, the model's {ours}; use a teacher with the same tokenizer"
         )
+    context = context_length(teacher)
+    if context is not None and length > context:
+        raise ConfigError(f"length {length} is longer than the teacher's context of {context} tokens")
     if config.hidden_weight:
         _places(student, teacher)
 
@@ -303,13 +310,12 @@ def _observe(modules: list[nn.Module], ids: Tensor, found: list[Tensor]) -> Iter
     """Add the hidden states that enter each of `modules` to `found`."""
 
     def observe(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append(
-            next(
-                leaf
-                for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:2] == ids.shape
-            )
+        hidden = (
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:2] == ids.shape
         )
+        found.extend(itertools.islice(hidden, 1))
 
     handles = [module.register_forward_pre_hook(observe, with_kwargs=True) for module in modules]
     try:

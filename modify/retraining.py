@@ -112,10 +112,10 @@ def retrain(
         output_dir: the checkpoint to write.
         eval_data: held-out data, of the same kinds.
         tokenizer: for text, and saved with the checkpoint; by default the one in the model's checkpoint directory.
-        teacher: the model to learn from, a dense one, or a converted one, which then runs under dense routing. By
-            default a converted model's own weights as they are given: the model that it was converted from, unless it
-            was retrained since. With `train="all"` that takes a copy of them; otherwise they are frozen, and teach
-            themselves.
+        teacher: the model to learn from, a dense one, or a converted one, which then runs under dense routing; it is
+            moved to where the model is trained. By default a converted model's own weights as they are given: the model
+            that it was converted from, unless it was retrained since. With `train="all"` that takes a copy of them;
+            otherwise they are frozen, and teach themselves.
         resume: continue the unfinished run of this `output_dir`; `model` and `teacher` must be given as they were when
             it was started.
         overwrite: replace an existing `output_dir`, and discard an unfinished run.
@@ -133,13 +133,14 @@ def retrain(
     """
     config = config or RetrainConfig()
     length = config.length or min(DEFAULT_LENGTH, context_length(model) or DEFAULT_LENGTH)
-    config = dataclasses.replace(config, length=length)  # so that the run's record has it
+    length = data.length if isinstance(data, PackedDataset) else length
+    config = dataclasses.replace(config, length=length)  # so that the run's record has what is true
     target = Path(os.path.abspath(output_dir))
     check_target(target, overwrite)
     _check_packages(config)
     config = dataclasses.replace(config, fsdp=wants_fsdp(config.fsdp))
     _check_model(model, config)
-    check_teacher(model, teacher, config)
+    check_teacher(model, teacher, config, length)
     tokenizer = tokenizer or find_tokenizer(model)
     rows = packed_rows(model, data, tokenizer, length)
     held_out = None if eval_data is None else packed_rows(model, eval_data, tokenizer, length)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from toy import toy_dense, toy_model, toy_rows
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import modify
 from modify import MoDForCausalLM, RetrainConfig
@@ -282,6 +282,11 @@ def test_a_given_teacher_replaces_the_own_weights(tmp_path: Path) -> None:
     assert entry(tmp_path, teacher=other, distill_weight=0.5)["distill_loss"] > 2 * own["distill_loss"]
 
 
+def tiny_llama(**options: Any) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options))
+
+
 @pytest.mark.parametrize(
     ("model", "teacher", "changes", "message"),
     [
@@ -289,9 +294,15 @@ def test_a_given_teacher_replaces_the_own_weights(tmp_path: Path) -> None:
         (toy_dense, None, {"distill_weight": 0.5}, "distill_weight: a dense model cannot teach itself"),
         (
             toy_model,
-            lambda: LlamaForCausalLM(type(toy_dense().config)(vocab_size=51, hidden_size=32)),
+            lambda: tiny_llama(vocab_size=51),
             {"distill_weight": 0.5},
             "the teacher's vocabulary has 51 tokens, the model's 50",
+        ),
+        (
+            toy_model,
+            lambda: tiny_llama(vocab_size=50, max_position_embeddings=8),
+            {"distill_weight": 0.5},
+            "length 16 is longer than the teacher's context of 8 tokens",
         ),
         (toy_model, shallower, {"hidden_weight": 0.5}, r"the teacher has no block model\.layers\.3"),
     ],
