@@ -231,7 +231,9 @@ def test_checkpoints_hold_the_adapters_under_their_names(tmp_path: Path) -> None
         modify.retrain(
             toy_model(), toy_rows(), config=config, output_dir=tmp_path / "out", callbacks=[Interrupt()]
         )
-    held = load_file(tmp_path / "out.run" / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    held = load_file(
+        tmp_path / "out.run" / "checkpoints" / "checkpoint-2" / "tensors" / "shard-00001.safetensors"
+    )
     assert held["model.layers.3.mlp.up_proj.lora_B.default.weight"].any()
     record = json.loads((tmp_path / "out.run" / "run.json").read_text())
     assert record["config"]["train"] == "lora"
