@@ -12,7 +12,7 @@ from modify.cli.console import Interrupted, Terminal, table
 from modify.cli.evaluate import metrics_tables
 from modify.cli.loading import load_model, load_tokenizer
 from modify.cli.options import Data, Json, Out, Overwrite, Seed, Verbose
-from modify.retrain_config import Precision, RetrainConfig, Schedule
+from modify.retrain_config import Precision, RetrainConfig, Schedule, Train
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from modify.retraining import RetrainReport
 
 _DEFAULT = RetrainConfig()
+_TRAINED = "What is trained"
+_DISTILLATION = "Distillation"
+_STAGES = "Stages"
 
 
 def retrain(
@@ -38,16 +41,47 @@ def retrain(
         typer.Option(metavar="SOURCE", help="Held-out text, as for --data.", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = _DEFAULT.steps,
-    length: Annotated[int, typer.Option("--length", "--seq-len", help="Tokens per row.")] = _DEFAULT.length,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            "--seq-len",
+            help="Tokens per row; by default 512, or the model's context where that is shorter.",
+            show_default=False,
+        ),
+    ] = _DEFAULT.length,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = _DEFAULT.batch_size,
     gradient_accumulation: Annotated[
         int, typer.Option(help="Forward passes per step.")
     ] = _DEFAULT.gradient_accumulation,
+    train: Annotated[
+        Train,
+        typer.Option(
+            help="All weights; only the routers and what else the conversion added; or these, and LoRA adapters that "
+            "are merged at the end.",
+            rich_help_panel=_TRAINED,
+        ),
+    ] = _DEFAULT.train,
+    lora_rank: Annotated[
+        int, typer.Option(help="Rank of the adapters.", rich_help_panel=_TRAINED)
+    ] = _DEFAULT.lora_rank,
+    lora_alpha: Annotated[
+        float, typer.Option(help="Adapters are scaled by this over their rank.", rich_help_panel=_TRAINED)
+    ] = _DEFAULT.lora_alpha,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Linear layers of the blocks that get an adapter, as in q_proj,v_proj; by default all.",
+            show_default=False,
+            rich_help_panel=_TRAINED,
+        ),
+    ] = None,
     learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of the dense model's weights.")
+        float, typer.Option(help="Peak rate of the dense model's weights, or of the adapters.")
     ] = _DEFAULT.learning_rate,
     router_learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of routers, gates and predictors.")
+        float, typer.Option(help="Peak rate of what the conversion added.")
     ] = _DEFAULT.router_learning_rate,
     predictor_loss_weight: Annotated[
         float, typer.Option(help="Weight of the predictors' loss beside the language model's.")
@@ -56,8 +90,61 @@ def retrain(
     warmup: Annotated[int, typer.Option(help="Steps until the peak rate.")] = _DEFAULT.warmup,
     schedule: Annotated[Schedule, typer.Option(help="Of the rates after the warmup.")] = _DEFAULT.schedule,
     anneal_steps: Annotated[
-        int, typer.Option(help="Steps over which the capacity falls from 1.0 to each block's own.")
+        int,
+        typer.Option(
+            help="Steps over which the capacity falls from 1.0 to each block's own.", rich_help_panel=_STAGES
+        ),
     ] = _DEFAULT.anneal_steps,
+    router_steps: Annotated[
+        int,
+        typer.Option(
+            help="First steps, which train only what the conversion added; then the rest joins.",
+            rich_help_panel=_STAGES,
+        ),
+    ] = _DEFAULT.router_steps,
+    predictor_steps: Annotated[
+        int,
+        typer.Option(
+            help="Last steps, in which the predictors select the tokens, as they will when deployed.",
+            rich_help_panel=_STAGES,
+        ),
+    ] = _DEFAULT.predictor_steps,
+    distill_weight: Annotated[
+        float,
+        typer.Option(
+            "--distill",
+            "--distill-weight",
+            help="Share of the dense model's lesson in the loss, from 0 to 1; the rest is the language-model loss.",
+            rich_help_panel=_DISTILLATION,
+        ),
+    ] = _DEFAULT.distill_weight,
+    distill_temperature: Annotated[
+        float,
+        typer.Option(help="Divides the logits of teacher and student.", rich_help_panel=_DISTILLATION),
+    ] = _DEFAULT.distill_temperature,
+    distill_top_n: Annotated[
+        int,
+        typer.Option(
+            help="Keep the teacher's best logits per token only, to save memory; 0: all.",
+            rich_help_panel=_DISTILLATION,
+        ),
+    ] = _DEFAULT.distill_top_n,
+    hidden_weight: Annotated[
+        float,
+        typer.Option(
+            help="Weight of the hidden states' relative squared distance from the teacher's.",
+            rich_help_panel=_DISTILLATION,
+        ),
+    ] = _DEFAULT.hidden_weight,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Checkpoint to learn from; by default CKPT's own weights under dense routing.",
+            show_default=False,
+            rich_help_panel=_DISTILLATION,
+        ),
+    ] = None,
     precision: Annotated[
         Precision, typer.Option(help="bf16 is autocast: weights and optimizer stay in float32.")
     ] = _DEFAULT.precision,
@@ -84,6 +171,9 @@ def retrain(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard event files too.")
     ] = False,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: spread the model over the processes.")
+    ] = _DEFAULT.fsdp,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished run of OUT.")] = False,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -99,9 +189,11 @@ def retrain(
 
       modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --steps 1000
 
-      modify retrain SmolLM2-mod/ healed/ --data corpus.jsonl.xz --anneal-steps 100 --precision bf16
+      modify retrain SmolLM2-mod/ healed/ --data corpus.jsonl.xz --train lora --distill 0.9 --precision bf16
 
       modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --steps 1000 --resume
+
+      torchrun --nproc-per-node 2 -m modify retrain SmolLM2-mod/ healed/ --data 'books/*.txt' --fsdp
     """
     terminal = Terminal(as_json=json, verbose=verbose)
     config = RetrainConfig(
@@ -109,13 +201,23 @@ def retrain(
         length=length,
         batch_size=batch_size,
         gradient_accumulation=gradient_accumulation,
+        train=train,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_targets=None if lora_targets is None else tuple(t.strip() for t in lora_targets.split(",")),
         learning_rate=learning_rate,
         router_learning_rate=router_learning_rate,
         predictor_loss_weight=predictor_loss_weight,
         weight_decay=weight_decay,
         warmup=warmup,
         schedule=schedule,
+        router_steps=router_steps,
+        predictor_steps=predictor_steps,
         anneal_steps=anneal_steps,
+        distill_weight=distill_weight,
+        distill_temperature=distill_temperature,
+        distill_top_n=distill_top_n,
+        hidden_weight=hidden_weight,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
         max_grad_norm=max_grad_norm,
@@ -125,6 +227,7 @@ def retrain(
         eval_every=eval_every,
         calibration_rows=calibration_rows,
         tensorboard=tensorboard,
+        fsdp=fsdp,
     )
     from modify.retraining import retrain as run
     from modify.storage import check_target
@@ -133,6 +236,7 @@ def retrain(
     with terminal.stages("loading"):
         tokenizer = load_tokenizer(checkpoint)
         model = load_model(checkpoint, float32=True)
+        teacher_model = None if teacher is None else load_model(teacher, float32=True)
     try:
         with terminal.training(steps) as progress:
             report = run(
@@ -142,6 +246,7 @@ def retrain(
                 output_dir=out,
                 eval_data=eval_data or None,
                 tokenizer=tokenizer,
+                teacher=teacher_model,
                 resume=resume,
                 overwrite=overwrite,
                 progress=progress,
@@ -163,6 +268,7 @@ def training_table(report: RetrainReport) -> Table:
     """Return how the run went: first, some middle and last log entries."""
     columns = {
         "loss": ("lm_loss", "{:.3f}"),
+        "from teacher": ("distill_loss", "{:.3f}"),
         "capacity": ("capacity", "{:.1%}"),
         "predictor loss": ("predictor_loss", "{:.3f}"),
         "right": ("predictor_accuracy", "{:.1%}"),

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from modify.errors import DataError
 
@@ -69,6 +69,26 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self.rows[index]
         return {"input_ids": row.long(), "labels": row.long()}
+
+
+class RepeatedShuffle(Sampler[int]):
+    """`total` indices into `rows` rows: one shuffle of all rows after another, each drawn from `seed` and its number.
+
+    So the rows that a step of a given size trains on follow from the seed and the number of the step alone, not from
+    how they are divided into batches, processes and accumulated passes.
+    """
+
+    def __init__(self, rows: int, total: int, seed: int) -> None:
+        self.rows, self.total, self.seed = rows, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, self.total, self.rows):
+            generator = torch.Generator().manual_seed(self.seed + begin // self.rows)
+            order = torch.randperm(self.rows, generator=generator).tolist()
+            yield from order[: self.total - begin]
 
 
 def read_texts(sources: Source | Iterable[Source], *, text_field: str = "text") -> Iterator[str]:

@@ -175,6 +175,12 @@ def predictor_threshold(model: MoDForCausalLM, index: int) -> Tensor:
     return model.get_buffer(f"predictors.{index}.threshold")
 
 
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence that `model` takes; None where its config does not say."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return context if isinstance(context, int) else None
+
+
 def packed_rows(
     model: PreTrainedModel,
     data: Any,
@@ -190,9 +196,9 @@ def packed_rows(
         DataError: see `pack`; or a token id lies outside the model's vocabulary.
     """
     config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(model)
     length = data.length if isinstance(data, PackedDataset) else length
-    if isinstance(context, int) and length > context:
+    if context is not None and length > context:
         raise ConfigError(f"length {length} is longer than the model's context of {context} tokens")
     if not isinstance(data, PackedDataset):
         tokenizer = tokenizer or find_tokenizer(model)

@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from modify.data import PackedDataset
+from modify.distributed import world_size
 from modify.errors import ConfigError, StorageError
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import RetrainConfig
@@ -28,6 +30,7 @@ _RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 _TENSORBOARD = "tensorboard"
 _LOCK = "lock"
+_VALUES = 64  # of each parameter, roughly
 
 
 class Run:
@@ -39,6 +42,7 @@ class Run:
         config: RetrainConfig,
         model: PreTrainedModel,
         rows: PackedDataset,
+        teacher: PreTrainedModel | None,
         *,
         resume: bool,
         overwrite: bool,
@@ -51,7 +55,12 @@ class Run:
         self.target = target
         self.folder = target.with_name(f"{target.name}.run")
         self.config = config
-        self.record = {"config": config.to_dict(), "processes": world_size(), **_fingerprint(model, rows)}
+        self.record = {
+            "config": config.to_dict(),
+            "rows_per_step": config.rows_per_step(world_size()),
+            **_fingerprint(model, rows),
+            "teacher": "" if teacher is None else _weights_digest(teacher),
+        }
         self.step: int | None = None
         self.checkpoint: str | None = None
         self._lock: IO[bytes] | None = None
@@ -107,13 +116,18 @@ class Run:
                 f"resumed; remove {self.folder} to start again"
             )
         self.config.refuse_difference(started["config"], str(self.folder))
-        if started["processes"] != self.record["processes"]:
+        if started["rows_per_step"] != self.record["rows_per_step"]:
             raise ConfigError(
-                f"{self.folder} was started with a number of processes of {started['processes']}, now it is "
-                f"{self.record['processes']}: the data would come in another order; resume with as many, or start a "
-                "new run"
+                f"{self.folder} was started with {started['rows_per_step']} rows per step, and {world_size()} "
+                f"processes with batch_size={self.config.batch_size} and gradient_accumulation="
+                f"{self.config.gradient_accumulation} make {self.record['rows_per_step']}; "
+                f"{_remedy(started['rows_per_step'], self.config.batch_size)}"
             )
-        for name, what in (("model", "another model"), ("data", "other data")):
+        for name, what in (
+            ("model", "another model"),
+            ("data", "other data"),
+            ("teacher", "another teacher"),
+        ):
             if started[name] != self.record[name]:
                 raise ConfigError(
                     f"{self.folder} was started with {what}: resume with the same, or start a new run"
@@ -147,11 +161,15 @@ class Run:
         tokenizer: PreTrainedTokenizerBase | None,
         files: Mapping[str, str],
         *,
+        weights: dict[str, Tensor] | None = None,
         overwrite: bool,
     ) -> None:
-        """Write the finished checkpoint with the run's metrics and `files`, text by name, and remove the run."""
+        """Write the finished checkpoint with the run's metrics and `files`, text by name, and remove the run.
+
+        `weights` are written instead of the model's own, where those are spread over several processes.
+        """
         with atomic_directory(self.target, overwrite=overwrite) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             shutil.copyfile(self.folder / METRICS, folder / METRICS)
@@ -183,9 +201,15 @@ class Run:
             self._lock = None
 
 
-def world_size() -> int:
-    """Number of processes that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _remedy(rows: int, batch_size: int) -> str:
+    """How this number of processes can make steps of as many rows as the run was started with."""
+    passes, rest = divmod(rows, world_size() * batch_size)
+    if rest == 0:
+        return f"resume with gradient_accumulation={passes}"
+    each, rest = divmod(rows, world_size())
+    if rest == 0:
+        return f"resume with batch_size and gradient_accumulation that multiply to {each}"
+    return f"resume with a number of processes that divides {rows}"
 
 
 def _take_lock(folder: Path) -> IO[bytes] | None:
@@ -228,11 +252,26 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
 def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:
     """What must be the same for a run to be continued, besides the options."""
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
-    described: dict[str, Any] = {"shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
+    described: dict[str, Any] = {
+        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+        "weights": _weights_digest(model),
+    }
     if isinstance(model, MoDForCausalLM):
         described["mod_config"] = model.mod_config.to_dict()
     digest = hashlib.sha256(rows.rows.numpy().tobytes()).hexdigest()
     return {"model": described, "data": {"rows": len(rows), "length": rows.length, "sha256": digest}}
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    """A digest of some values of every parameter, as given: a run goes on from its own, but what is frozen, and what a
+    teacher is made of, comes from the model given.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // _VALUES)].float().cpu()
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _truncate(metrics: Path, step: int) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Sampler, Subset
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -23,38 +22,50 @@ from transformers import (
     default_data_collator,
 )
 
+from modify.data import RepeatedShuffle
+from modify.distributed import average_gradients, hidden_from_accelerate, local, shard, world_size
 from modify.errors import ModifyError
 from modify.evaluation import run_rows
 from modify.modeling import MOD_PREFIXES, MoDForCausalLM, Routing
 from modify.retrain_callbacks import Anneal, Clock, LogHook, MarkComplete, Record
+from modify.retrain_checkpoint import load_model, load_optimizer, save_tensors
 from modify.retrain_config import RetrainConfig
+from modify.retrain_distill import Distillation
 from modify.retrain_losses import language_loss_sum, predictor_loss, real_tokens, router_statistics
 from modify.retrain_run import CHECKPOINTS
 
-_WEIGHTS = "model.safetensors"
-_WINDOW = "window-{process}.json"  # of each process
+_TENSORS = "tensors"
+_WINDOW = "window.json"
 
 
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
-    """Split the trainable parameters by learning rate and weight decay; empty groups are left out.
+    """Split the trainable parameters by learning rate, weight decay and the step at which they join (`joined`).
 
-    Routers, gates and predictors get `router_learning_rate`; parameters with fewer than two dimensions no decay.
+    What the conversion added gets `router_learning_rate` and is there from the start; the rest joins after
+    `router_steps`. Parameters with fewer than two dimensions get no decay. Empty groups are left out.
+    Sharded and whole parameters are kept apart, since no optimizer updates both in one call.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        rate = config.router_learning_rate if name.startswith(MOD_PREFIXES) else config.learning_rate
+        is_added = name.startswith(MOD_PREFIXES)
+        rate = config.router_learning_rate if is_added else config.learning_rate
         decay = config.weight_decay if parameter.dim() > 1 else 0.0
-        groups.setdefault((rate, decay), []).append(parameter)
-    return [{"params": group, "lr": rate, "weight_decay": decay} for (rate, decay), group in groups.items()]
+        joined = 0 if is_added else config.router_steps
+        groups.setdefault((rate, decay, joined, isinstance(parameter, DTensor)), []).append(parameter)
+    return [
+        {"params": group, "lr": rate, "weight_decay": decay, "joined": joined}
+        for (rate, decay, joined, _), group in groups.items()
+    ]
 
 
 class MoDTrainer(Trainer):
     """Trains a `MoDForCausalLM`, or a dense causal LM as its control, on rows of tokens.
 
-    What differs from `Trainer`: the loss, the parameter groups, what is logged, and checkpoints that hold every
-    tensor under its own name (no weight of the dense architecture is renamed on the way out and in).
+    What differs from `Trainer`: the loss, the parameter groups, what is logged, an order of the data that is the same
+    for any number of processes, FSDP2 by `modify.distributed.shard` on CPUs and accelerators alike, and checkpoints
+    that hold every tensor under its own name (no weight of the dense architecture is renamed on the way out and in).
     """
 
     loss_is_scaled_for_ga = True
@@ -68,8 +79,10 @@ class MoDTrainer(Trainer):
         held_out: Tensor | None,
         callbacks: list[TrainerCallback],
         on_log: LogHook | None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.retrain_config = config
+        self.distillation = distillation
         self.rows = rows
         self.held_out = held_out
         self.clock = Clock()
@@ -79,30 +92,37 @@ class MoDTrainer(Trainer):
         self._logged_step = 0
         self._timed = (0, 0.0)  # steps and seconds of this call, when the last entry was written
         self._step_targets = self._step_tokens = torch.zeros(())
-        super().__init__(
-            model=model,
-            args=_arguments(config, run, held_out is not None),
-            train_dataset=rows,
-            eval_dataset=rows,  # not used: `evaluate` below has its own rows
-            data_collator=default_data_collator,
-            callbacks=[
-                Anneal(config),
-                self.clock,
-                MarkComplete(self),
-                *callbacks,
-                Record(run, on_log),
-            ],
-        )
+        with hidden_from_accelerate():
+            arguments = _arguments(config, run, held_out is not None)
+            self.replicated = shard(model, arguments.device) if config.fsdp else []
+            super().__init__(
+                model=model,
+                args=arguments,
+                train_dataset=rows,
+                eval_dataset=rows,  # not used: `evaluate` below has its own rows
+                data_collator=default_data_collator,
+                callbacks=[
+                    Anneal(config),
+                    self.clock,
+                    MarkComplete(self),
+                    *callbacks,
+                    Record(run, on_log),
+                ],
+            )
+        self.is_distributed_loading_by_transformers = config.fsdp  # Trainer's word for "sharded already"
         self.remove_callback(PrinterCallback)  # a library does not print
 
     def tokens_at(self, step: int) -> int:
-        """Number of tokens that the first `step` steps trained on; the last step of an epoch may be a short one."""
-        config, world = self.retrain_config, self.accelerator.num_processes
-        batches = len(self.rows) // (config.batch_size * world)
-        steps_per_epoch = -(-batches // config.gradient_accumulation)
-        epochs, rest = divmod(step, steps_per_epoch)
-        seen = epochs * batches + rest * config.gradient_accumulation
-        return seen * config.batch_size * world * len(self.rows[0]["input_ids"])
+        """Number of tokens that the first `step` steps trained on."""
+        return step * self.retrain_config.rows_per_step(world_size()) * len(self.rows[0]["input_ids"])
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        config = self.retrain_config
+        return RepeatedShuffle(len(self.rows), config.steps * config.rows_per_step(world_size()), config.seed)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.retrain_config.fsdp:  # else its shards are there
+            super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over `parameter_groups`."""
@@ -110,6 +130,21 @@ class MoDTrainer(Trainer):
             groups = parameter_groups(self.model_itself, self.retrain_config)
             self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=_can_fuse(groups))
         return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Each group's rate follows `RetrainConfig.rate_factor` from the step at which it joins."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.optimizer
+            assert optimizer is not None
+            factors = [self._factor(group["joined"]) for group in optimizer.param_groups]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _factor(self, joined: int) -> Callable[[int], float]:
+        return lambda step: self.retrain_config.rate_factor(step, joined)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -135,14 +170,20 @@ class MoDTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Language-model loss plus weighted predictor loss: this batch's share of the means over the whole step."""
+        """Weighted sum of the losses: this batch's share of their means over the whole step."""
         labels = inputs["labels"]
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        output = model(**inputs, use_cache=False)
+        mod = self.model_itself
+        options: dict[str, Any] = {"use_cache": False}
+        if isinstance(mod, MoDForCausalLM) and self.retrain_config.predicts_at(self.state.global_step):
+            options["routing"] = "predictor"
+        with self.distillation.lesson(inputs) if self.distillation else contextlib.nullcontext() as lesson:
+            output = model(**inputs, **options)
         loss = language_loss_sum(output.logits, labels) / self._step_targets
         self._note(lm_loss=loss)
+        if self.distillation is not None and lesson is not None:
+            loss = self._add_distillation(loss, self.distillation.loss_sums(lesson, output.logits, labels))
         routing = getattr(output, "routing", None)
-        mod = self.model_itself
         if routing and isinstance(mod, MoDForCausalLM):
             share = real_tokens(inputs) / self._step_tokens
             mask = inputs.get("attention_mask")
@@ -155,6 +196,32 @@ class MoDTrainer(Trainer):
         self._note(loss=loss)
         loss = loss * self.accelerator.num_processes  # since gradients are averaged over processes
         return (loss, output) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Also average the gradients that FSDP2 leaves alone."""
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            average_gradients(self.replicated)
+        return loss
+
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Do not defer it: until the last pass of a step, each process would hold all gradients whole."""
+        yield
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _add_distillation(self, language_loss: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        config = self.retrain_config
+        losses = {name: value / self._step_targets for name, value in sums.items()}
+        self._note(**losses)
+        weights = {"distill_loss": config.distill_weight, "hidden_loss": config.hidden_weight}
+        if config.distill_weight == 1:  # no gradient of the logits' size for a loss that counts nothing
+            language_loss = language_loss.detach()
+        loss = (1 - config.distill_weight) * language_loss
+        return loss + sum(weights[name] * value for name, value in losses.items())
 
     @property
     def model_itself(self) -> PreTrainedModel:
@@ -172,17 +239,14 @@ class MoDTrainer(Trainer):
 
         Trainer's own `loss` is replaced: its window would be shorter after a resume.
         """
+        step = self.state.global_step
+        self.state.epoch = step * self.retrain_config.rows_per_step(world_size()) / len(self.rows)
         if "loss" in logs:
-            step = self.state.global_step
             window = step - self._logged_step
             self._logged_step = step
             steps, seconds = self.clock.steps - self._timed[0], self.clock.seconds - self._timed[1]
             self._timed = (self.clock.steps, self.clock.seconds)
-            names = list(self._sums)
-            sums = self.accelerator.reduce(
-                torch.stack([self._sums[name] for name in names]), reduction="sum"
-            ).tolist()
-            logs.update({name: value / window for name, value in zip(names, sums, strict=True)})
+            logs.update({name: value / window for name, value in self._summed().items()})
             self._sums = {}
             logs.update(self._schedule_values())
             logs["tokens_per_second"] = (self.tokens_at(step) - self.tokens_at(step - steps)) / seconds
@@ -191,28 +255,35 @@ class MoDTrainer(Trainer):
                     raise _diverged(f"{name} became {logs[name]}", step)
         super().log(logs, start_time)
 
+    def _summed(self) -> dict[str, float]:
+        """This log window's sums over all processes."""
+        if not self._sums:
+            return {}
+        local_sums = torch.stack(list(self._sums.values()))
+        sums = self.accelerator.reduce(local_sums, reduction="sum").tolist()
+        return dict(zip(self._sums, sums, strict=True))
+
     def _schedule_values(self) -> dict[str, float]:
         """Rates and mean capacity that the last step ran with."""
-        assert self.lr_scheduler is not None
-        step = self.state.global_step - 1
-        factor = self.lr_scheduler.lr_lambdas[0](step)
+        config, step = self.retrain_config, self.state.global_step - 1
+        rate = 0.0 if config.train == "routers" else config.learning_rate
         values = {
-            "learning_rate": self.retrain_config.learning_rate * factor,
-            "router_learning_rate": self.retrain_config.router_learning_rate * factor,
+            "learning_rate": rate * config.rate_factor(step, config.router_steps),
+            "router_learning_rate": config.router_learning_rate * config.rate_factor(step),
         }
         if isinstance(mod := self.model_itself, MoDForCausalLM):
-            capacities = [self.retrain_config.capacity_at(step, c) for c in mod.capacities.values()]
+            capacities = [config.capacity_at(step, c) for c in mod.capacities.values()]
             values["capacity"] = sum(capacities) / len(capacities)
         return values
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Loss on the held-out rows, under top-k routing at the final capacities."""
+        """Loss on the held-out rows, at the final capacities, under the routing of the last step."""
         model = self.model_itself
         assert self.held_out is not None
         routing: Routing = "dense"
         if isinstance(model, MoDForCausalLM):
             model.set_capacities(None)  # annealing sets them anew at the next step
-            routing = "topk"
+            routing = "predictor" if self.retrain_config.predicts_at(self.state.global_step - 1) else "topk"
         loss, _ = run_rows(model, self.held_out, routing, self.args.per_device_train_batch_size)
         metrics = {"eval_loss": loss}
         self.log(dict(metrics))
@@ -220,42 +291,57 @@ class MoDTrainer(Trainer):
         return metrics
 
     def check_weights(self) -> None:
-        """Raise `ModifyError` if this process's loss since the last log entry, or a weight, is infinite or NaN."""
+        """Raise `ModifyError`, in all processes, if the loss since the last log or a weight is infinite or NaN."""
         step = self.state.global_step
         values = [("the loss", self._sums["loss"])] if "loss" in self._sums else []
         values += [(f"parameter {name}", value) for name, value in self.model_itself.named_parameters()]
         with torch.no_grad():
-            finite = torch.stack([value.isfinite().all() for _, value in values]).tolist()
-        for (name, _), good in zip(values, finite, strict=True):
-            if not good:
+            bad = torch.stack([(~local(value).isfinite()).any() for _, value in values]).float()
+        for (name, _), count in zip(values, self.accelerator.reduce(bad, "sum").tolist(), strict=True):
+            if count:
                 raise _diverged(f"{name} became infinite or nan", step)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save what is finite, with the sums of the log window that is under way."""
         self.check_weights()
         super()._save_checkpoint(model, trial)
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        sums = {name: value.item() for name, value in self._sums.items()}
-        window = {"logged_step": self._logged_step, "sums": sums}
-        name = _WINDOW.format(process=self.args.process_index)
-        (folder / name).write_text(json.dumps(window) + "\n", encoding="utf-8")
+        sums = self._summed()
+        if self.args.should_save:
+            folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            window = {"logged_step": self._logged_step, "sums": sums}
+            (folder / _WINDOW).write_text(json.dumps(window) + "\n", encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write every tensor under its own name, one file, no pickle."""
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir or str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self.model_itself, str(folder / _WEIGHTS))
+        """Nothing here: the weights are written with the optimizer's state, by every process."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write every tensor under its own name, no pickle; the schedule is a function of the step."""
+        assert self.optimizer is not None
+        save_tensors(Path(output_dir, _TENSORS), self.model_itself, self.optimizer, self.args.process_index)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Read what `_save` and `_save_checkpoint` wrote, strictly."""
-        load_model(self.model_itself, os.path.join(resume_from_checkpoint, _WEIGHTS))
-        path = Path(resume_from_checkpoint, _WINDOW.format(process=self.args.process_index))
-        window = json.loads(path.read_text(encoding="utf-8"))
+        """Read what `_save_checkpoint` wrote; the sums so far are process 0's from here on."""
+        load_model(Path(resume_from_checkpoint, _TENSORS), self.model_itself)
+        window = json.loads(Path(resume_from_checkpoint, _WINDOW).read_text(encoding="utf-8"))
         self._logged_step = window["logged_step"]
-        device = self.args.device
-        self._sums = {name: torch.tensor(value, device=device) for name, value in window["sums"].items()}
+        if self.args.process_index == 0:
+            device = self.args.device
+            self._sums = {name: torch.tensor(value, device=device) for name, value in window["sums"].items()}
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        scheduler, step = self.lr_scheduler, self.state.global_step
+        assert self.optimizer is not None
+        assert scheduler is not None
+        load_optimizer(Path(checkpoint, _TENSORS), self.model_itself, self.optimizer)
+        rates = [
+            rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        state = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        scheduler.load_state_dict(scheduler.state_dict() | state)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArguments:
@@ -267,8 +353,6 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         gradient_accumulation_steps=config.gradient_accumulation,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
-        warmup_steps=config.warmup,
-        lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
         max_grad_norm=config.max_grad_norm,
         activation_checkpointing=config.gradient_checkpointing,
         seed=config.seed,
@@ -285,6 +369,8 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         remove_unused_columns=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        # A frozen parameter gets no gradient for some steps.
+        ddp_find_unused_parameters=True if config.router_steps else None,
         use_cpu=torch.accelerator.current_accelerator() is None,  # lets CPU processes find one another
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: one process each, never DataParallel's threads

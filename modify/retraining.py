@@ -16,11 +16,15 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from modify.data import PackedDataset
+from modify.distributed import wants_fsdp, whole_state_dict, world_size
 from modify.errors import ConfigError, DataError, ModifyError, StorageError
-from modify.evaluation import Metrics, evaluate, find_tokenizer, packed_rows
-from modify.modeling import MoDForCausalLM
-from modify.retrain_config import RetrainConfig
-from modify.retrain_run import Run, world_size
+from modify.evaluation import Metrics, context_length, evaluate, find_tokenizer, packed_rows
+from modify.modeling import MOD_PREFIXES, MoDForCausalLM
+from modify.retrain_adapters import adapter_targets, trained_parts
+from modify.retrain_config import DEFAULT_LENGTH, RetrainConfig
+from modify.retrain_distill import Distillation, check_teacher
+from modify.retrain_run import Run
+from modify.retrain_stages import Stages
 from modify.storage import check_target, is_no_space
 from modify.thresholds import calibrate_thresholds
 
@@ -74,6 +78,7 @@ def retrain(
     output_dir: str | os.PathLike[str],
     eval_data: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    teacher: PreTrainedModel | None = None,
     resume: bool = False,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
@@ -81,9 +86,10 @@ def retrain(
 ) -> RetrainReport:
     """Retrain a converted model and write it as a checkpoint.
 
-    The loss is the language model's cross-entropy plus `predictor_loss_weight` times the mean over routed blocks of the
-    predictors' binary cross-entropy against membership in the top-k (section 3.5 of the paper). At the end each
-    predictor's `threshold` is set so that, on rows kept out of training, the block runs its capacity; see
+    The loss is the language model's cross-entropy, mixed with a teacher's lessons where `distill_weight` or
+    `hidden_weight` ask for them (`modify.retrain_distill`), plus `predictor_loss_weight` times the mean over routed
+    blocks of the predictors' binary cross-entropy against membership in the top-k (section 3.5 of the paper). At the
+    end each predictor's `threshold` is set so that, on rows kept out of training, the block runs its capacity; see
     `modify.thresholds`. Those rows are spread evenly over the data; of fewer than eight rows the last one is used, and
     it was trained on.
 
@@ -92,10 +98,11 @@ def retrain(
     `retraining.json` in it, and the run folder goes. Killed at any moment, the run continues with `resume=True` from
     its newest complete checkpoint, with the same losses as if it had never stopped.
 
-    Per log entry: `loss`, `lm_loss` and `predictor_loss` (nats per token), `predictor_accuracy`, `capacity` (mean over
-    the blocks), `router_spread` and `router_spread_min` (standard deviation of the scores within a batch, mean and
-    minimum over the blocks; 0 means collapsed), `gate_change` (mean of |g - 1|), `grad_norm`, `learning_rate`,
-    `router_learning_rate`, `tokens_per_second`; and `eval_loss` under top-k routing where `eval_every` asks for it.
+    Per log entry: `loss`, `lm_loss`, `distill_loss` and `predictor_loss` (nats per token), `hidden_loss`,
+    `predictor_accuracy`, `capacity` (mean over the blocks), `router_spread` and `router_spread_min` (standard deviation
+    of the scores within a batch, mean and minimum over the blocks; 0 means collapsed), `gate_change` (mean of |g - 1|),
+    `grad_norm`, `learning_rate`, `router_learning_rate`, `tokens_per_second`; and `eval_loss` where `eval_every` asks
+    for it, under top-k routing or, in the last `predictor_steps`, predictor routing.
 
     Args:
         model: a `MoDForCausalLM` with float32 parameters, trained in place (on the accelerator, if there is one) and
@@ -105,7 +112,12 @@ def retrain(
         output_dir: the checkpoint to write.
         eval_data: held-out data, of the same kinds.
         tokenizer: for text, and saved with the checkpoint; by default the one in the model's checkpoint directory.
-        resume: continue the unfinished run of this `output_dir`.
+        teacher: the model to learn from, a dense one, or a converted one, which then runs under dense routing; it is
+            moved to where the model is trained. By default a converted model's own weights as they are given: the model
+            that it was converted from, unless it was retrained since. With `train="all"` that takes a copy of them;
+            otherwise they are frozen, and teach themselves.
+        resume: continue the unfinished run of this `output_dir`; `model` and `teacher` must be given as they were when
+            it was started.
         overwrite: replace an existing `output_dir`, and discard an unfinished run.
         callbacks: of transformers' `Trainer`.
         progress: called on the main process with each log entry. Its `phase` is `train`, `calibrate` or `evaluate`; the
@@ -116,27 +128,36 @@ def retrain(
         DataError: the data cannot be read, does not fit the model, or has fewer rows than one batch.
         StorageError: `output_dir` exists, another process is working on it, there is an unfinished run that neither
             `resume` nor `overwrite` covers, or there is none to resume.
-        ModifyError: the loss or a weight became infinite or NaN, a package is missing, or the launcher asks for FSDP or
-            DeepSpeed.
+        ModifyError: the loss or a weight became infinite or NaN, a package is missing, or the launcher asks for
+            DeepSpeed or for what is not supported of FSDP.
     """
     config = config or RetrainConfig()
+    length = config.length or min(DEFAULT_LENGTH, context_length(model) or DEFAULT_LENGTH)
+    length = data.length if isinstance(data, PackedDataset) else length
+    config = dataclasses.replace(config, length=length)  # so that the run's record has what is true
     target = Path(os.path.abspath(output_dir))
     check_target(target, overwrite)
     _check_packages(config)
-    _check_launcher()
+    config = dataclasses.replace(config, fsdp=wants_fsdp(config.fsdp))
     _check_model(model, config)
+    check_teacher(model, teacher, config, length)
     tokenizer = tokenizer or find_tokenizer(model)
-    rows = packed_rows(model, data, tokenizer, config.length)
-    held_out = None if eval_data is None else packed_rows(model, eval_data, tokenizer, config.length)
+    rows = packed_rows(model, data, tokenizer, length)
+    held_out = None if eval_data is None else packed_rows(model, eval_data, tokenizer, length)
     kept, training = _split(rows, config)
-    run = Run(target, config, model, rows, resume=resume, overwrite=overwrite)
+    run = Run(target, config, model, rows, teacher, resume=resume, overwrite=overwrite)
+
+    def calibrate() -> dict[int, float]:
+        if not isinstance(model, MoDForCausalLM):
+            return {}
+        report = progress if int(os.environ.get("RANK", "0")) == 0 else None
+        return calibrate_thresholds(model, kept, config.batch_size, _phase(report, "calibrate"))
+
     try:
-        trainer = _train(model, config, run, training, held_out, callbacks, progress)
+        trainer = _train(model, config, run, training, held_out, teacher, calibrate, callbacks, progress)
         is_main = trainer.is_world_process_zero()
         report = progress if is_main else None
-        thresholds: dict[int, float] = {}
-        if isinstance(model, MoDForCausalLM):
-            thresholds = calibrate_thresholds(model, kept, config.batch_size, _phase(report, "calibrate"))
+        thresholds = calibrate()
         evaluation = None
         if held_out is not None:
             evaluation = evaluate(
@@ -154,8 +175,10 @@ def retrain(
             evaluation=evaluation,
             history=tuple(trainer.state.log_history[:-1]),  # the last one is Trainer's summary
         )
+        weights = whole_state_dict(model) if config.fsdp else None
         if is_main:
-            run.finish(model, tokenizer, {REPORT: _summary(config, result)}, overwrite=overwrite)
+            files = {REPORT: _summary(config, result)}
+            run.finish(model, tokenizer, files, weights=weights, overwrite=overwrite)
         trainer.accelerator.wait_for_everyone()
     except BaseException as error:
         run.abandon()
@@ -175,20 +198,27 @@ def _train(
     run: Run,
     training: Subset[dict[str, Tensor]],
     held_out: PackedDataset | None,
+    teacher: PreTrainedModel | None,
+    calibrate: Callable[[], object],
     callbacks: Sequence[TrainerCallback],
     progress: Progress | None,
 ) -> MoDTrainer:
-    """Run the steps, and leave the model in evaluation mode with its own capacities and no gradients."""
+    """Run the steps, and leave the model in evaluation mode with its own capacities, parameters and no gradients."""
     from modify.retrain_trainer import MoDTrainer
 
     use_cache = vars(model.config).get("use_cache")
     hook = None if progress is None else lambda entry: progress({"phase": "train", **entry})
     rows = None if held_out is None else held_out.rows
     try:
-        trainer = MoDTrainer(model, config, run.folder, training, rows, list(callbacks), hook)
-        run.begin(trainer)
-        trainer.train(resume_from_checkpoint=run.checkpoint)
-        trainer.check_weights()
+        with trained_parts(model, config) as adapters:
+            # Before a resumed run's weights are loaded: the teacher is made of the model as it was given.
+            distillation = Distillation(model, teacher, config, adapters) if config.distills else None
+            followers = [Stages(model, config, calibrate), *callbacks]
+            trainer = MoDTrainer(model, config, run.folder, training, rows, followers, hook, distillation)
+            run.begin(trainer)
+            trainer.train(resume_from_checkpoint=run.checkpoint)
+            trainer.check_weights()
+            trainer.distillation = None  # frees the teacher before calibration and evaluation
     finally:
         vars(model.config).pop("use_cache", None)  # Trainer sets it
         if use_cache is not None:
@@ -215,7 +245,8 @@ def _summary(config: RetrainConfig, report: RetrainReport) -> str:
 
 
 def _check_packages(config: RetrainConfig) -> None:
-    needed = ["accelerate", *(["tensorboard"] if config.tensorboard else [])]
+    optional = {"tensorboard": config.tensorboard, "peft": config.train == "lora"}
+    needed = ["accelerate", *(name for name, is_needed in optional.items() if is_needed)]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModifyError(
@@ -223,16 +254,27 @@ def _check_packages(config: RetrainConfig) -> None:
         )
 
 
-def _check_launcher() -> None:
-    for name in ("FSDP", "DeepSpeed"):
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() in ("1", "true", "yes"):
-            raise ModifyError(
-                f"{name} is not supported yet; use DDP: torchrun or accelerate launch without {name}"
-            )
-
-
 def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
+    if not isinstance(model, MoDForCausalLM):
+        for name in ("router_steps", "predictor_steps"):
+            if getattr(config, name):
+                raise ConfigError(f"{name}: a dense model has no routers and no predictors; leave {name} out")
+        if config.train == "routers":
+            raise ConfigError(
+                "train='routers': a dense model has no routers; use train='all' or train='lora'"
+            )
+    elif (config.train == "routers" or config.router_steps) and not any(
+        p.requires_grad for name, p in model.named_parameters() if name.startswith(MOD_PREFIXES)
+    ):
+        raise ConfigError(
+            "the conversion added nothing to this model that can be trained alone; use train='all' or train='lora', "
+            "without router_steps"
+        )
+    if config.train == "lora":
+        adapter_targets(model, config)
     for name, parameter in model.named_parameters():
+        if config.train != "all" and not name.startswith(MOD_PREFIXES):
+            continue
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: small updates would be lost; load "
@@ -242,6 +284,12 @@ def _check_model(model: PreTrainedModel, config: RetrainConfig) -> None:
         hasattr(module, "gradient_checkpointing") for module in model.modules()
     ):
         raise ConfigError("gradient_checkpointing: the blocks of this model do not support it; turn it off")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name} has no values; load the weights in every process, under accelerate launch with "
+                "--fsdp_cpu_ram_efficient_loading false"
+            )
 
 
 def _split(rows: PackedDataset, config: RetrainConfig) -> tuple[Tensor, Subset[dict[str, Tensor]]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_gguf, write_llama
+from checkpoints import CONTEXT, write_gguf, write_llama
 from rich.console import Console
 
 import modify
@@ -79,11 +79,45 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             "retrain mod {out} --data pydoc --steps 1 --warmup 0 --length 32",
             {"steps", "history", "thresholds"},
         ),
+        (
+            "retrain mod {out} --data pydoc --steps 3 --warmup 0 --length 32 --train lora --lora-rank 2 "
+            "--lora-alpha 4 --lora-targets q_proj,v_proj --distill 0.5 --distill-temperature 2 --distill-top-n 8 "
+            "--hidden-weight 0.1 --teacher dense --router-steps 1 --predictor-steps 1",
+            {"steps", "history", "thresholds"},
+        ),
     ],
 )
 def test_json_is_all_of_stdout(run: Run, tmp_path: Path, command: str, keys: set[str]) -> None:
     values = json.loads(run(f"{command.format(out=tmp_path / 'out')} --json"))
     assert keys <= set(values)
+
+
+def test_retraining_takes_rows_of_the_whole_short_context(run: Run, tmp_path: Path) -> None:
+    values = json.loads(run(f"retrain mod {tmp_path}/out --data pydoc --steps 1 --batch-size 1 --json"))
+    assert values["tokens"] == CONTEXT < 512
+    assert json.loads((tmp_path / "out" / "retraining.json").read_text())["config"]["length"] == CONTEXT
+
+
+def test_healing_options_arrive(run: Run, tmp_path: Path) -> None:
+    run(
+        f"retrain mod {tmp_path}/out --data pydoc --steps 3 --warmup 0 --length 32 --batch-size 2 --train lora "
+        "--lora-targets q_proj,v_proj --lora-rank 2 --lora-alpha 4 --distill 0.5 --distill-temperature 2 "
+        "--distill-top-n 8 --hidden-weight 0.1 --router-steps 1 --predictor-steps 1"
+    )
+    config = json.loads((tmp_path / "out" / "retraining.json").read_text())["config"]
+    given = {
+        "train": "lora",
+        "lora_targets": ["q_proj", "v_proj"],
+        "lora_rank": 2,
+        "lora_alpha": 4.0,
+        "distill_weight": 0.5,
+        "distill_temperature": 2.0,
+        "distill_top_n": 8,
+        "hidden_weight": 0.1,
+        "router_steps": 1,
+        "predictor_steps": 1,
+    }
+    assert given == {name: config[name] for name in given}
 
 
 def test_tables(run: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from modify import data as data_module
-from modify.data import PackedDataset, Source, pack, read_texts, split_document
+from modify.data import PackedDataset, RepeatedShuffle, Source, pack, read_texts, split_document
 from modify.errors import DataError
 
 EOS = 256
@@ -413,3 +413,14 @@ def test_bad_rows(tokenizer: PreTrainedTokenizerFast) -> None:
         message = error_of(pack, [{"input_ids": [1]}, {"input_ids": ids}], tokenizer, 4)
         assert message.startswith("row 1: input_ids has shape ")
         assert message.endswith("give one list of whole numbers a row")
+
+
+def test_repeated_shuffle_visits_every_row_before_any_again() -> None:
+    order = list(RepeatedShuffle(rows=5, total=13, seed=3))
+    assert len(order) == len(RepeatedShuffle(5, 13, 3)) == 13
+    first, second, third = order[:5], order[5:10], order[10:]
+    assert sorted(first) == sorted(second) == list(range(5))
+    assert first != second
+    assert len(set(third)) == 3
+    assert list(RepeatedShuffle(rows=5, total=7, seed=3)) == order[:7]
+    assert list(RepeatedShuffle(rows=5, total=13, seed=4)) != order

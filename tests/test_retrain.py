@@ -232,11 +232,43 @@ def test_user_errors_leave_nothing_behind(tmp_path: Path) -> None:
         modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=out)
 
 
-@pytest.mark.parametrize("name", ["FSDP", "DeepSpeed"])
-def test_sharded_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")  # what `accelerate launch` sets
-    with pytest.raises(ModifyError, match=f"^{name} is not supported yet; use DDP: torchrun or accelerate"):
-        modify.retrain(toy_model(), toy_rows(), config=options(), output_dir=tmp_path / "out")
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            r"^DeepSpeed is not supported; use FSDP: accelerate launch --use_",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true"},
+            r"^FSDP 1 is not supported; add --fsdp_version 2 to accelerate launch",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            r"^--fsdp_offload_params is not supported; leave it out",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            r"^FSDP spreads a model over several processes, and there is one; start with torchrun",
+        ),
+        ({}, r"^FSDP spreads a model over several processes, and there is one; start with torchrun"),
+    ],
+)
+def test_launchers_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # what `accelerate launch` sets
+    config = options(fsdp=not environment)
+    with pytest.raises(ModifyError, match=message):
+        modify.retrain(toy_model(), toy_rows(), config=config, output_dir=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
+    model = toy_model().to("meta")  # what a process gets where only the first one loads
+    with pytest.raises(ConfigError, match=r"^parameter \S+ has no values; load the weights in every process"):
+        modify.retrain(model, toy_rows(), config=options(), output_dir=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,10 +316,9 @@ def test_the_last_step_is_logged(tmp_path: Path) -> None:
     assert "use_cache" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_the_last_step_of_an_epoch_may_be_short(tmp_path: Path) -> None:
-    rows = PackedDataset(
-        toy_rows(13).rows.flatten().numpy(), 16
-    )  # 12 to train on: 3 batches, steps of 2 and 1
+def test_every_step_is_whole(tmp_path: Path) -> None:
+    rows = PackedDataset(toy_rows(13).rows.flatten().numpy(), 16)  # 12 to train on: a step and a half
     config = options(steps=5, gradient_accumulation=2, calibration_rows=1)
     report = modify.retrain(toy_model(), rows, config=config, output_dir=tmp_path / "out")
-    assert report.tokens == (2 + 1 + 2 + 1 + 2) * 4 * 16
+    assert report.tokens == 5 * 2 * 4 * 16
+    assert [entry["epoch"] for entry in report.history] == pytest.approx([8 * n / 12 for n in range(1, 6)])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from modify import RetrainConfig
+from modify.cli.app import app
 from modify.errors import ConfigError
 
 
@@ -27,6 +32,7 @@ from modify.errors import ConfigError
         ("schedule", "step"),
         ("precision", "fp16"),
         ("gradient_checkpointing", 1),
+        ("fsdp", 1),
         ("seed", -1),
         ("save_every", -1),
         ("log_every", 0),
@@ -34,11 +40,29 @@ from modify.errors import ConfigError
         ("calibration_rows", 0),
         ("max_grad_norm", -1.0),
         ("tensorboard", "yes"),
+        ("train", "some"),
+        ("lora_rank", 0),
+        ("lora_alpha", 0),
+        ("lora_targets", "q_proj"),
+        ("lora_targets", ()),
+        ("lora_targets", (3,)),
+        ("lora_targets", ("q_proj",)),  # without train="lora"
+        ("router_steps", -1),
+        ("predictor_steps", 201),
+        ("distill_weight", 1.1),
+        ("distill_weight", -0.1),
+        ("distill_temperature", 0),
+        ("distill_top_n", -1),
+        ("hidden_weight", -1.0),
     ],
 )
 def test_bad_options_are_named(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         RetrainConfig(**{"steps": 200, option: value})
+
+
+def test_rows_per_step_count_all_processes() -> None:
+    assert RetrainConfig(batch_size=3, gradient_accumulation=2).rows_per_step(4) == 24
 
 
 def test_annealing_is_a_cosine_of_the_global_step() -> None:
@@ -56,9 +80,45 @@ def test_a_resumed_run_may_change_only_what_changes_no_number() -> None:
     config = RetrainConfig(steps=10, warmup=2)
     started = json.loads(json.dumps(config.to_dict()))
     RetrainConfig(
-        steps=10, warmup=2, save_every=3, log_every=7, eval_every=2, tensorboard=True
+        steps=10,
+        warmup=2,
+        save_every=3,
+        log_every=7,
+        eval_every=2,
+        tensorboard=True,
+        fsdp=True,
+        batch_size=2,
+        gradient_accumulation=2,
     ).refuse_difference(started, "run")
-    for option, value in [("learning_rate", 1e-5), ("seed", 1), ("batch_size", 2), ("anneal_steps", 1)]:
+    for option, value in [
+        ("learning_rate", 1e-5),
+        ("seed", 1),
+        ("anneal_steps", 1),
+        ("train", "lora"),
+        ("distill_weight", 0.5),
+        ("router_steps", 1),
+        ("predictor_steps", 1),
+    ]:
         changed = dataclasses.replace(config, **{option: value})
         with pytest.raises(ConfigError, match=f"^{option} is {value}, but run was started with {option}="):
             changed.refuse_difference(started, "run")
+
+
+def test_targets_survive_json() -> None:
+    config = RetrainConfig(train="lora", lora_targets=("q_proj", "v_proj"))
+    values = json.loads(json.dumps(config.to_dict()))
+    assert RetrainConfig(**values) == config
+    config.refuse_difference(values, "run")
+
+
+def test_the_healing_page_names_options_that_exist() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "healing.md").read_text(encoding="utf-8")
+    names = {field.name for field in dataclasses.fields(RetrainConfig)}
+    named = set(re.findall(r"`(\w+_\w+)`", page))
+    assert named
+    assert named <= names
+    group: Any = typer.main.get_command(app)
+    known = {option for parameter in group.commands["retrain"].params for option in parameter.opts}
+    given = set(re.findall(r"--[a-z][a-z-]+", page))
+    assert {"--distill", "--train", "--teacher"} <= given
+    assert given <= known

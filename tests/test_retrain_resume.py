@@ -21,7 +21,7 @@ import modify
 from modify import RetrainConfig, RetrainReport
 from modify.errors import ConfigError, ModifyError, StorageError
 
-# Dropout and random routing use the generators, accumulation splits steps, and an epoch has 4 steps (of 25 rows).
+# Dropout and random routing use the generators, accumulation splits steps, and step 5 begins the data anew (25 rows).
 CONFIG = RetrainConfig(
     steps=6,
     length=16,
@@ -103,8 +103,19 @@ def test_killed_and_resumed(tmp_path: Path, whole: RetrainReport) -> None:
         modify.retrain(toy_model(), toy_rows(28), config=CONFIG, output_dir=tmp_path / "out", resume=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ConfigError, match="was started with a number of processes of 1, now it is 2"):
+        with pytest.raises(
+            ConfigError,
+            match=r"started with 6 rows per step, and 2 processes with batch_size=3 and gradient_accumulation=2 "
+            r"make 12; resume with gradient_accumulation=1$",
+        ):
             run_to(tmp_path / "out", resume=True)
+        for batch_size, remedy in ((2, "batch_size and gradient_accumulation that multiply to 3"), (3, None)):
+            odd = dataclasses.replace(CONFIG, batch_size=batch_size)
+            patch.setenv("WORLD_SIZE", "2" if remedy else "4")
+            with pytest.raises(
+                ConfigError, match=f"resume with {remedy or 'a number of processes that divides 6'}$"
+            ):
+                run_to(tmp_path / "out", odd, resume=True)
 
     resumed = run_to(tmp_path / "out", resume=True)
     assert (resumed.resumed_from, whole.resumed_from) == (2, None)
@@ -200,13 +211,13 @@ def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"config": 3, "processes": "one"}'])
+@pytest.mark.parametrize("text", ["{}", "[]", '{"config": 3, "rows_per_step": "six"}'])
 def test_a_damaged_record_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "out.run").mkdir()
     (tmp_path / "out.run" / "run.json").write_text(text)
     with pytest.raises(
         StorageError,
-        match=r"run\.json does not say with which config and processes and model and data the run",
+        match=r"run\.json does not say with which config and rows_per_step and model and data and teacher the run",
     ):
         plain(tmp_path / "out", PLAIN, resume=True)
     (tmp_path / "out.run" / "run.json").write_text(text[:-1])
