@@ -36,7 +36,7 @@ def convert(
     capacity: Annotated[
         str,
         typer.Option(
-            help="Share of the tokens that a routed block runs, or one per routed block: 0.25,0.125,..; 0 drops a block."
+            help="Share of the tokens that a routed block runs, or one per routed block: 0.5,0.25,..; 0 drops it."
         ),
     ] = "0.125",
     every: Annotated[int, typer.Option(help="Route every N-th block: 2 routes blocks 1, 3, 5, ..")] = 2,

@@ -21,8 +21,8 @@ class MoDConfig:
 
     Args:
         capacity: share of a sequence's tokens that a routed block runs, in [0, 1]; one number for all routed blocks, or
-            one per routed block in block order. A block runs `k = max(1, floor(capacity * S))` of `S` tokens; at 0 it is
-            dropped altogether.
+            one per routed block in block order. A block runs `k = max(1, floor(capacity * S))` of `S` tokens; one of
+            capacity 0 is dropped altogether.
         every: route every `every`-th block, starting with block `every - 1` (2: blocks 1, 3, 5, ..). Ignored when
             `layers` is given.
         layers: explicit block indices to route (negative counts from the end); overrides `every`, `first_dense`

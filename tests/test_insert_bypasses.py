@@ -128,14 +128,16 @@ def test_gradients_reach_the_bypass(padded_batch, routed, rewrite):
     graph(*padded_batch()).logits.sum().backward()
     for index, _ in LAYERS:
         for name, parameter in graph.get_submodule(f"bypasses.{index}").named_parameters():
-            assert parameter.grad is not None and parameter.grad.any(), name
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
     graph.zero_grad(set_to_none=True)
 
 
 def test_a_second_run_changes_nothing(routed):
     graph, (first,) = run_passes(routed, [LINEAR])
     _, (second,) = run_passes(graph, [LINEAR])
-    assert first.modified and not second.modified
+    assert first.modified
+    assert not second.modified
 
 
 def test_a_dense_graph_is_left_alone(llama_graph):
