@@ -1,0 +1,52 @@
+"""Running a graph node by node over many batches, so that what happens at one block can be changed before it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+class GraphWalk:
+    """Runs a graph on several batches in step: every batch up to the same node, then every batch on.
+
+    A batch keeps the values that later nodes read, and no others: memory is a few hidden states per batch, whatever the
+    depth of the model. Modules are run as they are when their node is reached.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> None:
+        """Start before the first node, with `[B, S]` token ids per batch and no padding."""
+        self._interpreter = fx.Interpreter(graph_module)
+        self._nodes = list(graph_module.graph.nodes)
+        self._next = 0
+        self.values: list[dict[fx.Node, Any]] = []
+        for ids in batches:
+            inputs = {"input_ids": ids, "attention_mask": None}
+            self.values.append(
+                {node: inputs[node.target] for node in self._nodes if node.op == "placeholder"}
+            )
+
+    def run_to(self, node: fx.Node) -> list[Any]:
+        """Run every batch up to and including `node`, and return its value in each."""
+        stop = self._nodes.index(node) + 1
+        with torch.no_grad():
+            for position in range(self._next, stop):
+                self._run(self._nodes[position])
+        self._next = max(self._next, stop)
+        return [values[node] for values in self.values]
+
+    def give(self, node: fx.Node, results: list[Any]) -> None:
+        """Set the value of `node`, which has not run yet, instead of running it."""
+        for values, result in zip(self.values, results, strict=True):
+            values[node] = result
+
+    def _run(self, node: fx.Node) -> None:
+        spent = self._interpreter.user_to_last_uses.get(node, ())
+        for values in self.values:
+            if node not in values:
+                self._interpreter.env = values
+                values[node] = self._interpreter.run_node(node)
+            for source in spent:
+                values.pop(source, None)
