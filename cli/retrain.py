@@ -78,10 +78,11 @@ def retrain(
         ),
     ] = None,
     learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of the dense model's weights, or of the adapters.")
+        float,
+        typer.Option(help="Peak rate of the dense model's weights or of the adapters, and of bypasses."),
     ] = _DEFAULT.learning_rate,
     router_learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of what the conversion added.")
+        float, typer.Option(help="Peak rate of routers, gates and predictors.")
     ] = _DEFAULT.router_learning_rate,
     predictor_loss_weight: Annotated[
         float, typer.Option(help="Weight of the predictors' loss beside the language model's.")

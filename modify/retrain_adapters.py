@@ -63,7 +63,7 @@ def without_adapters(adapters: LoraModel) -> Iterator[None]:
 
 
 def adapter_targets(model: PreTrainedModel, config: RetrainConfig) -> list[str]:
-    """Return the names of the linear layers that get an adapter: those of the decoder blocks that `lora_targets` names.
+    """Return the names of the linear layers that get an adapter: those that `lora_targets` names, in blocks that run.
 
     Raises:
         ConfigError: a name fits no linear layer of a block, there is none at all, or one is not float32.
@@ -97,7 +97,11 @@ def adapter_targets(model: PreTrainedModel, config: RetrainConfig) -> list[str]:
 
 def _block_names(model: PreTrainedModel) -> list[str]:
     if isinstance(model, MoDForCausalLM):
-        return [str(node.target) for node in block_calls(model.dense_graph.graph).values()]
+        record = model.conversion_record
+        stay = dict(record.unroutable)
+        dropped = {index for index, capacity in record.layers if capacity == 0 and index not in stay}
+        blocks = block_calls(model.dense_graph.graph)
+        return [str(node.target) for index, node in blocks.items() if index not in dropped]
     return [
         name for name, module in find_opaque_modules(model, model_device(model)).items() if module.is_block
     ]

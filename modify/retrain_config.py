@@ -76,8 +76,8 @@ class RetrainConfig:
         lora_rank: rank of the adapters.
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         lora_targets: names of the linear layers in a block that get one (`q_proj`, `mlp.up_proj`, ..); None: all.
-        learning_rate: peak rate of the dense model's weights, or of the adapters.
-        router_learning_rate: peak rate of routers, gates, predictors and bypasses.
+        learning_rate: peak rate of the dense model's weights or of the adapters, and of bypasses.
+        router_learning_rate: peak rate of routers, gates and predictors.
         predictor_loss_weight: weight of the predictors' binary cross-entropy beside the language-model loss.
         weight_decay: AdamW's, on matrices only: never on biases, norms, routers' vectors and other 1-D parameters.
         warmup: steps over which both rates rise linearly from 0; see also `router_steps`.

@@ -165,8 +165,7 @@ class Lesson(NamedTuple):
 class Distillation:
     """A student, its teacher, and what they are compared by.
 
-    Hidden states are compared where they enter each routed block but the first (so what the routed blocks before made
-    of them), and where they enter the head.
+    Hidden states are compared where they enter a routed block, and where they enter the head.
     """
 
     def __init__(
@@ -290,7 +289,7 @@ def _places(student: PreTrainedModel, teacher: PreTrainedModel) -> list[Place]:
     if isinstance(student, MoDForCausalLM):
         blocks = block_calls(student.dense_graph.graph)
         names = dict(teacher.named_modules())
-        for index in list(student.capacities)[1:]:
+        for index in student.capacities:
             name = str(blocks[index].target)
             if name not in names:
                 raise ConfigError(

@@ -41,8 +41,8 @@ _WINDOW = "window.json"
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
     """Split the trainable parameters by learning rate, weight decay and the step at which they join (`joined`).
 
-    What the conversion added gets `router_learning_rate` and is there from the start; the rest joins after
-    `router_steps`. Parameters with fewer than two dimensions get no decay. Empty groups are left out.
+    Routers, gates and predictors get `router_learning_rate`. What the conversion added is there from the start; the
+    rest joins after `router_steps`. Parameters with fewer than two dimensions get no decay. Empty groups are left out.
     Sharded and whole parameters are kept apart, since no optimizer updates both in one call.
     """
     groups: dict[tuple[float, float, int, bool], list[nn.Parameter]] = {}
@@ -50,7 +50,10 @@ def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, 
         if not parameter.requires_grad:
             continue
         is_added = name.startswith(MOD_PREFIXES)
-        rate = config.router_learning_rate if is_added else config.learning_rate
+        is_map = name.startswith(
+            "bypasses."
+        )  # of hidden states, as a weight is: a router's rate would wreck it
+        rate = config.router_learning_rate if is_added and not is_map else config.learning_rate
         decay = config.weight_decay if parameter.dim() > 1 else 0.0
         joined = 0 if is_added else config.router_steps
         groups.setdefault((rate, decay, joined, isinstance(parameter, DTensor)), []).append(parameter)
@@ -266,14 +269,14 @@ class MoDTrainer(Trainer):
     def _schedule_values(self) -> dict[str, float]:
         """Rates and mean capacity that the last step ran with."""
         config, step = self.retrain_config, self.state.global_step - 1
-        rate = 0.0 if config.train == "routers" else config.learning_rate
         values = {
-            "learning_rate": rate * config.rate_factor(step, config.router_steps),
+            "learning_rate": config.learning_rate * config.rate_factor(step, config.router_steps),
             "router_learning_rate": config.router_learning_rate * config.rate_factor(step),
         }
         if isinstance(mod := self.model_itself, MoDForCausalLM):
             capacities = [config.capacity_at(step, c) for c in mod.capacities.values()]
-            values["capacity"] = sum(capacities) / len(capacities)
+            if capacities:  # else all blocks that do not run every token are dropped
+                values["capacity"] = sum(capacities) / len(capacities)
         return values
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -127,3 +127,14 @@ def test_parameter_groups() -> None:
     assert found["predictors.1.up.bias"] == (1e-2, 0.0)
     assert found["routers.3.weight"] == (1e-2, 0.0)
     assert found["gates.3.alpha"] == (1e-2, 0.0)
+
+
+def test_bypasses_learn_at_the_rate_of_weights_and_from_the_start() -> None:
+    model = toy_model(0.25, bypass="linear")
+    config = RetrainConfig(learning_rate=1e-4, router_learning_rate=1e-2, router_steps=5)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, config)
+    found = {names[id(p)]: (group["lr"], group["joined"]) for group in groups for p in group["params"]}
+    assert found["bypasses.1.up.weight"] == (1e-4, 0)
+    assert found["routers.1.weight"] == (1e-2, 0)
+    assert found["model.layers.1.mlp.up_proj.weight"] == (1e-4, 5)
