@@ -76,7 +76,9 @@ def summary_table(summary: Summary) -> Table:
     )
     made.columns[0].justify = "right"
     for block in summary.blocks:
-        routed = {None: "dense", 0: "dropped"}.get(block.capacity) or percent(block.capacity or 0)
+        routed = (
+            "dense" if block.capacity is None else percent(block.capacity) if block.capacity else "dropped"
+        )
         if block.dense_reason:
             routed = f"dense: {block.dense_reason}"
         made.add_row(

@@ -1,4 +1,4 @@
-"""Calibration: fit what a conversion added, in closed form, so that the model stays close to the dense one untrained."""
+"""Calibration: what a conversion added is fitted in closed form, so that the model stays close to the dense one."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.errors import ConfigError
 from modify.evaluation import find_tokenizer, membership, packed_rows
+from modify.fitting import fit_bypass, fit_predictor, fit_router, free_tokens, relative_error
 from modify.graph_walk import GraphWalk
-from modify.least_squares import RidgeRegression
 from modify.modeling import MoDForCausalLM
-from modify.ops.modules import Bypass, Predictor, Router
-from modify.passes.base import block_calls, block_result, routing_of
+from modify.ops.modules import Bypass
+from modify.passes.base import block_calls, block_result, merges_of, routing_of
 from modify.thresholds import calibrate_thresholds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# In units of a feature's variance; a tenth or ten times as much changes little.
-_RIDGE = 1e-2
-_PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,9 +113,7 @@ def calibrate(
         blocks = tuple(_Calibration(model, chosen, batch_size).run(progress))
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
-        blocks = tuple(
-            dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks
-        )
+        blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
     return CalibrationReport(tokens=chosen.numel(), blocks=blocks)
 
 
@@ -149,6 +142,7 @@ class _Calibration:
         }
         self.dense_results = {i: block_result(node) for i, node in block_calls(dense.graph).items()}
         self.routed_results = {i: block_result(node) for i, node in block_calls(routed.graph).items()}
+        self.merges = merges_of(routed.graph)
 
     def run(self, progress: Callable[[int, int], None] | None) -> Iterator[BlockCalibration]:
         same = True  # no block has been routed or dropped so far
@@ -167,15 +161,12 @@ class _Calibration:
     def _dropped_block(self, index: int, targets: list[Tensor]) -> BlockCalibration:
         node = self.bypasses[index]
         hidden = self.routed.run_to(node.all_input_nodes[0])
-        everything = [torch.ones(h.shape[:2], dtype=torch.bool, device=h.device) for h in hidden]
-        bypass = self._fit_bypass(index, hidden, targets, everything)
-        skipped = self.routed.run_to(node)
-        assert bypass is not None
-        error = _relative_error(skipped, targets)
+        fit_bypass(self._bypass(index), hidden, targets, [free_tokens(h, 0) for h in hidden])
+        error = relative_error(self.routed.run_to(node), targets)
         return BlockCalibration(
             index=index,
             capacity=0.0,
-            skip_error_before=_relative_error(hidden, targets),
+            skip_error_before=relative_error(hidden, targets),
             skip_error=error,
             error=error,
             predictor_accuracy=None,
@@ -183,130 +174,33 @@ class _Calibration:
         )
 
     def _routed_block(self, index: int, targets: list[Tensor]) -> BlockCalibration:
-        scores, selection, _ = self.routing[index].args
+        scores, _, _ = self.routing[index].args
         assert isinstance(scores, fx.Node)
-        assert isinstance(selection, fx.Node)
-        merge = self._merge_of(index)
-        hidden = self.routed.run_to(scores.all_input_nodes[0])
-        free = [self._free(h) for h in hidden]
-        bypass = self._fit_bypass(index, hidden, targets, free)
-        skipped = hidden if bypass is None else [bypass(h) for h in hidden]
-        self._fit_router(index, hidden, skipped, targets, free)
         capacity, keep_first = self.model.capacities[index], self.model.mod_config.keep_first
+        router = self.model.get_submodule(f"routers.{index}")
+        predictor = self.model.get_submodule(f"predictors.{index}")
+        hidden = skipped = self.routed.run_to(scores.all_input_nodes[0])
+        free = [free_tokens(h, keep_first) for h in hidden]
+        if index in self.bypasses:
+            fit_bypass(self._bypass(index), hidden, targets, free)
+            skipped = [self._bypass(index)(h) for h in hidden]
+        fit_router(router, hidden, skipped, targets, free)
         chosen = [membership(s, capacity, keep_first) for s in self.routed.run_to(scores)]
         skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
-        if capacity < 1.0 and bypass is not None:
-            self._fit_bypass(index, hidden, targets, skips)
-            skipped = [bypass(h) for h in hidden]
-        before, after = (_relative_error(x, targets, skips) for x in (hidden, skipped))
-        accuracy = self._fit_predictor(index, hidden, chosen)
+        if index in self.bypasses and capacity < 1.0:
+            fit_bypass(self._bypass(index), hidden, targets, skips)
+            skipped = [self._bypass(index)(h) for h in hidden]
         return BlockCalibration(
             index=index,
             capacity=capacity,
-            skip_error_before=before,
-            skip_error=after,
-            error=_relative_error(self.routed.run_to(merge), targets),
-            predictor_accuracy=accuracy,
+            skip_error_before=relative_error(hidden, targets, skips),
+            skip_error=relative_error(skipped, targets, skips),
+            predictor_accuracy=fit_predictor(predictor, router, hidden, chosen),
+            error=relative_error(self.routed.run_to(self.merges[index]), targets),
             threshold=None,
         )
 
-    def _merge_of(self, index: int) -> fx.Node:
-        """The node of the hidden states behind a routed block."""
-        block = self.routed_results[index]
-        return next(user for user in block.users if user.meta["val"].shape[1] != block.meta["val"].shape[1])
-
-    def _free(self, hidden: Tensor) -> Tensor:
-        """Which tokens may skip: all but those that always run, unless no other is there."""
-        free = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        if (keep := self.model.mod_config.keep_first) < hidden.shape[1]:
-            free[:, :keep] = False
-        return free
-
-    def _fit_bypass(
-        self, index: int, hidden: list[Tensor], targets: list[Tensor], tokens: list[Tensor]
-    ) -> Bypass | None:
-        if index not in self.bypasses:
-            return None
+    def _bypass(self, index: int) -> Bypass:
         bypass = self.model.get_submodule(f"bypasses.{index}")
         assert isinstance(bypass, Bypass)
-        size, rank = bypass.down.in_features, bypass.down.out_features
-        regression = RidgeRegression(size, size)
-        for h, target, mask in zip(hidden, targets, tokens, strict=True):
-            x, wanted = h[mask].float(), target[mask].float()
-            regression.add(_normalised(x), wanted - x, _weights(wanted))
-        down, up, bias = regression.solve_low_rank(_RIDGE, rank)
-        bypass.down.weight.zero_()
-        bypass.up.weight.zero_()
-        bypass.down.weight[: down.shape[1]] = down.T.to(bypass.down.weight)
-        bypass.up.weight[:, : up.shape[0]] = up.T.to(bypass.up.weight)
-        bypass.up.bias.copy_(bias)
         return bypass
-
-    def _fit_router(
-        self,
-        index: int,
-        hidden: list[Tensor],
-        skipped: list[Tensor],
-        targets: list[Tensor],
-        tokens: list[Tensor],
-    ) -> None:
-        router = self.model.get_submodule(f"routers.{index}")
-        if not isinstance(router, Router):
-            return
-        regression = RidgeRegression(router.weight.numel(), 1)
-        for h, skip, target, mask in zip(hidden, skipped, targets, tokens, strict=True):
-            error = _squared_error(skip[mask], target[mask]).clamp(min=1e-20).log() / 2
-            regression.add(_normalised(h[mask].float()), error.unsqueeze(1), torch.ones_like(error))
-        matrix, bias = regression.solve(_RIDGE)
-        # The scores of a constant error would be rounding noise; they stay small.
-        spread = regression.spread(matrix).clamp(min=1e-3)
-        router.weight.copy_((matrix / spread).squeeze(1))
-        router.bias.copy_((bias / spread).squeeze())
-
-    def _fit_predictor(self, index: int, hidden: list[Tensor], chosen: list[Tensor]) -> float:
-        """Let the predictor say what the router says, and return how often it agrees with the top-k."""
-        router = self.model.get_submodule(f"routers.{index}")
-        predictor = self.model.get_submodule(f"predictors.{index}")
-        scores = [router(h) for h in hidden]
-        middle = _middle(torch.cat(scores), torch.cat(chosen))
-        if isinstance(predictor, Predictor) and isinstance(router, Router):
-            # silu(z) - silu(-z) = z: two hidden units compute any linear function exactly; the others start unheard.
-            predictor.down.weight.zero_()
-            for unit, sign in enumerate((1.0, -1.0)):
-                predictor.up.weight[unit] = sign * router.weight
-                predictor.up.bias[unit] = sign * (router.bias - middle)
-                predictor.down.weight[0, unit] = sign * _PREDICTOR_SCALE
-            predictor.down.bias.zero_()
-        agree = torch.cat([(s > middle) == ran for s, ran in zip(scores, chosen, strict=True)])
-        return float(agree.float().mean())
-
-
-def _middle(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The score above which as many tokens lie as were chosen."""
-    ordered = scores.flatten().sort(descending=True).values
-    count = int(chosen.sum())
-    return (ordered[count - 1] + ordered[min(count, len(ordered) - 1)]) / 2
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """What routers and bypasses see of a hidden state."""
-    return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
-
-
-def _squared_error(x: Tensor, target: Tensor) -> Tensor:
-    """Per token `|x - target|^2 / |target|^2`."""
-    target = target.float()
-    return (x.float() - target).square().sum(dim=-1) * _weights(target)
-
-
-def _weights(target: Tensor) -> Tensor:
-    return target.square().sum(dim=-1).clamp(min=1e-20).reciprocal()
-
-
-def _relative_error(values: list[Tensor], targets: list[Tensor], masks: list[Tensor] | None = None) -> float:
-    """Root of the mean `_squared_error`, over the tokens of the masks; 0 over none."""
-    errors = [_squared_error(value, target) for value, target in zip(values, targets, strict=True)]
-    if masks is not None:
-        errors = [error[mask] for error, mask in zip(errors, masks, strict=True)]
-    flat = torch.cat([error.flatten() for error in errors])
-    return float(flat.mean().sqrt()) if len(flat) else 0.0

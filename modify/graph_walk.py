@@ -1,4 +1,4 @@
-"""Running a graph node by node over many batches, so that what happens at one block can be changed before it happens."""
+"""Running a graph node by node over many batches, so that what a block is can still change before it runs."""
 
 from __future__ import annotations
 

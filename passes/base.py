@@ -15,7 +15,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from torch.utils._pytree import tree_leaves
 
 from modify.errors import PassError
-from modify.ops.routing import RoutedOutput, gather_rows, gather_tokens
+from modify.ops.routing import RoutedOutput, gather_rows, gather_tokens, merge_rows, merge_tokens
 
 
 class Skip(NamedTuple):
@@ -106,6 +106,15 @@ def routing_of(graph: fx.Graph) -> dict[int, fx.Node]:
     if isinstance(result, fx.Node) and result.target is RoutedOutput:
         return dict(result.args[1])
     return {}
+
+
+def merges_of(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return, by index of the routed block, the node that merges its tokens: the hidden states behind the block."""
+    merges = (merge_tokens, merge_rows)
+    return {
+        index: next(user for user in route.args[1].users if user.target in merges)
+        for index, route in routing_of(graph).items()
+    }
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:

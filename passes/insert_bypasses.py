@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from modify.ops.modules import Bypass
-from modify.ops.routing import merge_tokens
-from modify.passes.base import GraphPass, GraphPassResult, routing_of
+from modify.passes.base import GraphPass, GraphPassResult, merges_of
 from modify.passes.builder import Builder
 from modify.passes.insert_routers import module_device
 
@@ -43,8 +42,7 @@ class InsertBypasses(GraphPass):
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
         modified = False
-        for index, route in routing_of(graph_module.graph).items():
-            merge = next(user for user in route.args[1].users if user.target is merge_tokens)
+        for index, merge in merges_of(graph_module.graph).items():
             if self.bypass == "identity" or len(merge.args) > 5:
                 continue
             hidden, *rest = merge.args

@@ -21,6 +21,7 @@ from modify.passes.base import (
     dimension_symbols,
     expression,
     placeholder,
+    routing_of,
 )
 from modify.passes.builder import Builder, decide_as_for_long_sequences
 from modify.passes.classify_masks import is_square
@@ -158,7 +159,7 @@ def return_routing(graph_module: fx.GraphModule, routing: dict[int, fx.Node], ma
     if logits.target is RoutedOutput:
         if not routing:
             return
-        routing = {**logits.args[1], **routing}
+        routing = {**routing_of(graph_module.graph), **routing}
         logits = logits.args[0]
     build = Builder(graph_module, output, made_by)
     output.args = (build.function(RoutedOutput, logits, dict(sorted(routing.items())), name="routed_output"),)

@@ -1,0 +1,119 @@
+"""Closed-form fits of the modules that a conversion adds, from hidden states in the routed and in the dense model.
+
+Hidden states come as one tensor `[B, S, D]` per batch: `hidden` enters the routed block, `targets` leave it in the
+dense model. `tokens` are bool masks `[B, S]` per batch: which tokens a fit looks at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from modify.least_squares import RidgeRegression
+from modify.ops.modules import Bypass, Predictor, Router
+
+# In units of a feature's variance; a tenth or ten times as much changes little.
+_RIDGE = 1e-2
+_PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score
+
+
+def fit_bypass(bypass: Bypass, hidden: list[Tensor], targets: list[Tensor], tokens: list[Tensor]) -> None:
+    """Fit a bypass to take `hidden` to `targets`: ridge regression of its rank, a token counts by `1 / |target|^2`."""
+    size, rank = bypass.down.in_features, bypass.down.out_features
+    regression = RidgeRegression(size, size)
+    for h, target, mask in zip(hidden, targets, tokens, strict=True):
+        x, wanted = h[mask].float(), target[mask].float()
+        regression.add(_normalised(x), wanted - x, _weights(wanted))
+    down, up, bias = regression.solve_low_rank(_RIDGE, rank)
+    bypass.down.weight.zero_()
+    bypass.up.weight.zero_()
+    bypass.down.weight[: down.shape[1]] = down.T.to(bypass.down.weight)
+    bypass.up.weight[:, : up.shape[0]] = up.T.to(bypass.up.weight)
+    bypass.up.bias.copy_(bias)
+
+
+def fit_router(
+    router: nn.Module,
+    hidden: list[Tensor],
+    skipped: list[Tensor],
+    targets: list[Tensor],
+    tokens: list[Tensor],
+) -> None:
+    """Fit a router to the logarithm of the relative error that skipping leaves; a random router is left as it is.
+
+    Args:
+        skipped: what tokens get that skip the block.
+    """
+    if not isinstance(router, Router):
+        return
+    regression = RidgeRegression(router.weight.numel(), 1)
+    for h, skip, target, mask in zip(hidden, skipped, targets, tokens, strict=True):
+        error = squared_error(skip[mask], target[mask]).clamp(min=1e-20).log() / 2
+        regression.add(_normalised(h[mask].float()), error.unsqueeze(1), torch.ones_like(error))
+    matrix, bias = regression.solve(_RIDGE)
+    # Of unit spread, where gates and predictors work best; what is constant up to rounding stays nearly so.
+    spread = regression.spread(matrix).clamp(min=1e-3)
+    router.weight.copy_((matrix / spread).squeeze(1))
+    router.bias.copy_((bias / spread).squeeze())
+
+
+def fit_predictor(
+    predictor: nn.Module, router: nn.Module, hidden: list[Tensor], chosen: list[Tensor]
+) -> float:
+    """Let a predictor say what its router says, and return how often that agrees with the top-k.
+
+    Args:
+        chosen: bool masks `[B, S]` per batch: which tokens are in the top-k.
+    """
+    scores = [router(h) for h in hidden]
+    middle = _middle(torch.cat(scores), torch.cat(chosen))
+    if isinstance(predictor, Predictor) and isinstance(router, Router):
+        # silu(z) - silu(-z) = z: two hidden units compute any linear function exactly; the others start unheard.
+        predictor.down.weight.zero_()
+        predictor.down.bias.zero_()
+        for unit, sign in enumerate((1.0, -1.0)):
+            predictor.up.weight[unit] = sign * router.weight
+            predictor.up.bias[unit] = sign * (router.bias - middle)
+            predictor.down.weight[0, unit] = sign * _PREDICTOR_SCALE
+    agree = torch.cat([(s > middle) == ran for s, ran in zip(scores, chosen, strict=True)])
+    return float(agree.float().mean())
+
+
+def squared_error(x: Tensor, target: Tensor) -> Tensor:
+    """Return per token `|x - target|^2 / |target|^2`, float32."""
+    target = target.float()
+    return (x.float() - target).square().sum(dim=-1) * _weights(target)
+
+
+def relative_error(values: list[Tensor], targets: list[Tensor], tokens: list[Tensor] | None = None) -> float:
+    """Return the root of the mean `squared_error` over the tokens; 0 over none."""
+    errors = [squared_error(value, target) for value, target in zip(values, targets, strict=True)]
+    if tokens is not None:
+        errors = [error[mask] for error, mask in zip(errors, tokens, strict=True)]
+    flat = torch.cat([error.flatten() for error in errors])
+    return float(flat.mean().sqrt()) if len(flat) else 0.0
+
+
+def free_tokens(hidden: Tensor, keep_first: int) -> Tensor:
+    """Return `[B, S]` bool: which tokens may skip a block: all but the first `keep_first`, or all if no other is left."""
+    free = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    if keep_first < hidden.shape[1]:
+        free[:, :keep_first] = False
+    return free
+
+
+def _middle(scores: Tensor, chosen: Tensor) -> Tensor:
+    """The score above which as many tokens lie as were chosen."""
+    ordered = scores.flatten().sort(descending=True).values
+    count = int(chosen.sum())
+    return (ordered[count - 1] + ordered[min(count, len(ordered) - 1)]) / 2
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """What routers and bypasses see of a hidden state."""
+    return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def _weights(target: Tensor) -> Tensor:
+    return target.square().sum(dim=-1).clamp(min=1e-20).reciprocal()
