@@ -118,9 +118,7 @@ def calibrate(
         blocks = tuple(_Calibration(model, chosen, batch_size).run(progress))
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
-        blocks = tuple(
-            dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks
-        )
+        blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
     return CalibrationReport(tokens=chosen.numel(), blocks=blocks)
 
 

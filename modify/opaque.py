@@ -36,7 +36,8 @@ class OpaqueCall:
 
     def operands(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the sizes that the stand-in `node` takes, mapped by `values`."""
-        tensors, sizes = ([values.get(x, x) for x in group] for group in node.args[:2])  # type: ignore[union-attr]
+        groups: Any = node.args[:2]
+        tensors, sizes = ([values.get(x, x) for x in group] for group in groups)
         return tensors, sizes
 
 
