@@ -17,7 +17,7 @@ from modify.cli.options import (
     parse_capacity,
     parse_layers,
 )
-from modify.config import BypassKind, GateKind, MoDConfig, PredictorKind, RoutingKind
+from modify.config import AttendKind, BypassKind, GateKind, MoDConfig, PredictorKind, RoutingKind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,12 @@ def convert(
     ] = None,
     first_dense: Annotated[int, typer.Option(help="Number of blocks at the bottom that stay dense.")] = 0,
     last_dense: Annotated[int, typer.Option(help="Number of blocks at the top that stay dense.")] = 0,
+    attend: Annotated[
+        AttendKind,
+        typer.Option(
+            help="What the selected tokens attend to: only one another, or all tokens, whose keys and values then cost."
+        ),
+    ] = "selected",
     gate: Annotated[
         GateKind, typer.Option(help="What multiplies a block's update; tanh starts as the dense model.")
     ] = "tanh",
@@ -89,6 +95,8 @@ def convert(
 
       modify convert model.gguf out/ --layers 3-27:2 --capacity 0.25
 
+      modify convert SmolLM2-135M/ out/ --attend all
+
       modify convert Qwen3-0.6B/ out/ --every 4 --first-dense 2 --last-dense 2
     """
     terminal = Terminal(as_json=json, verbose=verbose)
@@ -98,6 +106,7 @@ def convert(
         layers=parse_layers(layers),
         first_dense=first_dense,
         last_dense=last_dense,
+        attend=attend,
         gate=gate,
         bypass=bypass,
         bypass_rank=bypass_rank,
@@ -118,7 +127,12 @@ def convert(
 def conversion_table(report: ConversionReport) -> Table:
     """Return the blocks that were asked for, and what became of them."""
     made = table(
-        f"{report.num_blocks} blocks, {len(report.capacities)} routed", "block", "capacity", "", left=0
+        f"{report.num_blocks} blocks, {len(report.capacities)} routed"
+        + (", attending to all tokens" if report.attend == "all" else ""),
+        "block",
+        "capacity",
+        "",
+        left=0,
     )
     made.columns[2].justify = "left"
     for index in sorted(report.capacities | report.dense_reasons):

@@ -38,7 +38,7 @@ def inspect(
     """Show a checkpoint block by block: what is routed, parameters, FLOPs, cache. No weight is loaded.
 
     FLOPs are those of one forward pass with the logits of every token; a multiplication and an addition are
-    two. Cache is what keys and values of the tokens that a block runs take.
+    two. Cache is what keys and values take: of the tokens that a block runs, or of all if these are attended to.
 
     Examples:
 
@@ -62,6 +62,8 @@ def inspect(
 def summary_table(summary: Summary) -> Table:
     """Return the table of blocks, with totals."""
     kind = "Mixture-of-Depths" if summary.converted else "dense"
+    if summary.attend == "all":
+        kind += ", attending to all tokens"
     made = table(
         f"{summary.source}: {summary.model_type}, {kind}, {summary.dtype}; {summary.batch} x {summary.length:,} tokens",
         "block",

@@ -58,8 +58,9 @@ class _FlopInterpreter(fx.Interpreter):
 
 
 def _block_of(node: fx.Node) -> int:
-    if "block" in node.meta:
-        return int(node.meta["block"])
+    for key in ("block", "keys_values_of"):
+        if key in node.meta:
+            return int(node.meta[key])
     kind, _, index = str(node.target).partition(".")
     return int(index) if node.op == "call_module" and kind in ADDED else -1
 

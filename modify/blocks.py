@@ -86,7 +86,7 @@ def find_opaque_modules(model: nn.Module, device: torch.device) -> dict[str, Opa
         if inside or not (entered or is_leaf):
             return
         name = names[module]
-        described = _describe(name, entered, args, kwargs, output)
+        described = describe_call(name, entered, args, kwargs, output)
         if described is None or (name in found and found[name] != described):
             rejected.add(name)
         else:
@@ -180,10 +180,22 @@ def _hidden_index(args: Any, kwargs: Any) -> int | None:
     return None
 
 
-def _describe(name: str, is_block: bool, args: Any, kwargs: Any, output: Any) -> OpaqueModule | None:
+def describe_call(
+    name: str, is_block: bool, args: Any, kwargs: Any, output: Any, *, takes_first: bool = False
+) -> OpaqueModule | None:
+    """Return what tells the output's shape from that of an argument; None where nothing does.
+
+    Args:
+        name: of the module that was called.
+        is_block: the output must be shaped like the hidden states.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+        output: what it returned.
+        takes_first: of a tuple or list only the first element is used, as of a block's.
+    """
     wrap = None
     if isinstance(output, tuple | list):
-        if not is_block or not output:
+        if not (is_block or takes_first) or not output:
             return None
         wrap = (tuple if isinstance(output, tuple) else list, len(output))
         output = output[0]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from modify.blocks import (
     PROBE_BATCH,
@@ -23,48 +19,10 @@ from modify.blocks import (
     forward_parameters,
 )
 from modify.errors import CaptureError, first_line
+from modify.opaque import OpaqueCall, is_opaque, opaque_modules
 from modify.ops.masks import padding_or_ones
 from modify.passes.base import nodes_in
 from modify.passes.runner import copy_persistence
-
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One opaque call seen while tracing: which module, and how to rebuild its arguments from tensors and sizes."""
-
-    module: OpaqueModule
-    spec: TreeSpec
-    leaves: tuple[tuple[str, Any], ...]  # ("tensor", i), ("size", i) or ("constant", value)
-
-
-class _Recorder:
-    """The calls of the trace in progress."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_recorders: list[_Recorder] = []
-
-
-@torch.library.custom_op("modify::opaque", mutates_args=())
-def _opaque(tensors: list[Tensor], sizes: list[int], call: int) -> Tensor:
-    """Stand-in for a module during the trace; `call` indexes the recorder's calls."""
-    raise RuntimeError("modify::opaque stands for a module in a trace and never runs")
-
-
-@_opaque.register_fake
-def _(tensors: list[Tensor], sizes: list[int], call: int) -> Tensor:
-    module = _recorders[-1].calls[call].module
-    like = tensors[module.like]
-    shape = list(like.shape)
-    if module.shape_rule == "last":
-        shape[-1] = module.width
-    elif module.shape_rule == "append":
-        shape.append(module.width)
-    return like.new_empty(shape, dtype=module.dtype)
 
 
 class _LogitsOnly(nn.Module):
@@ -111,8 +69,8 @@ def capture(model: nn.Module) -> fx.GraphModule:
     device = model_device(model)
     with evaluation_mode(model), torch.no_grad():
         modules = find_opaque_modules(model, device)
-        program, recorder = _trace(model, modules, device)
-        return _rebuild(model, program, recorder)
+        program, calls = _trace(model, modules, device)
+        return _rebuild(model, program, calls)
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -125,7 +83,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 def _trace(
     model: nn.Module, modules: dict[str, OpaqueModule], device: torch.device
-) -> tuple[torch.export.ExportedProgram, _Recorder]:
+) -> tuple[torch.export.ExportedProgram, list[OpaqueCall]]:
     length_limit = max_length(model)
     wrapper = _LogitsOnly(model)
     ids = torch.zeros(PROBE_BATCH, PROBE_LENGTH, dtype=torch.int64, device=device)
@@ -133,10 +91,8 @@ def _trace(
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     length = torch.export.Dim("seq", min=2, max=max(length_limit or 1 << 24, PROBE_LENGTH + 1))
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
-    recorder = _Recorder()
-    _recorders.append(recorder)
     try:
-        with _opaque_forwards(model, modules, recorder):
+        with opaque_modules(model, modules) as calls:
             program = torch.export.export(wrapper, (ids, mask), dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
@@ -145,9 +101,7 @@ def _trace(
             f"{type(model).__name__} cannot be traced outside its decoder blocks: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    finally:
-        _recorders.pop()
-    return program, recorder
+    return program, calls
 
 
 def max_length(model: nn.Module) -> int | None:
@@ -160,74 +114,9 @@ def max_length(model: nn.Module) -> int | None:
     return None
 
 
-@contextmanager
-def _opaque_forwards(
-    model: nn.Module, modules: dict[str, OpaqueModule], recorder: _Recorder
-) -> Iterator[None]:
-    """Replace the forward of every opaque module by a recorded call of the opaque operator."""
-    owners: dict[int, str] = {}
-    replaced: list[tuple[nn.Module, Any]] = []
-
-    def stand_in(module: OpaqueModule) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            tensors: list[Tensor] = []
-            sizes: list[Any] = []
-            leaves: list[tuple[str, Any]] = []
-            flat, spec = tree_flatten((args, kwargs))
-            if module.is_block:
-                _refuse_shared_state(module.name, args, kwargs, owners)
-            for leaf in flat:
-                if isinstance(leaf, Tensor):
-                    leaves.append(("tensor", len(tensors)))
-                    tensors.append(leaf)
-                elif isinstance(leaf, torch.SymInt):
-                    leaves.append(("size", len(sizes)))
-                    sizes.append(leaf)
-                else:
-                    leaves.append(("constant", leaf))
-            recorder.calls.append(_Call(module, spec, tuple(leaves)))
-            result = torch.ops.modify.opaque(tensors, sizes, len(recorder.calls) - 1)
-            if module.wrap is None:
-                return result
-            kind, count = module.wrap
-            return kind([result] + [None] * (count - 1))
-
-        return forward
-
-    try:
-        for name, described in modules.items():
-            module = model.get_submodule(name)
-            replaced.append((module, module.__dict__.get("forward")))
-            module.forward = stand_in(described)
-        yield
-    finally:
-        for module, own in replaced:
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.forward = own
-
-
-def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, str]) -> None:
-    """Refuse an argument through which blocks could hand each other values that the graph does not show."""
-    for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, (Tensor, torch.SymInt, tuple, *_PLAIN)):
-            continue
-        if (
-            isinstance(value, (list, dict))
-            and value
-            and all(isinstance(v, Tensor) for v in tree_leaves(value))
-        ):
-            continue  # blocks were seen not to change it
-        other = owners.setdefault(id(value), name)
-        if other != name:
-            raise CaptureError(
-                f"blocks {other} and {name} share a mutable object ({label}: {type(value).__name__}), through which "
-                "they exchange values that no graph shows (such as keys and values shared across blocks)"
-            )
-
-
-def _rebuild(model: nn.Module, program: torch.export.ExportedProgram, recorder: _Recorder) -> fx.GraphModule:
+def _rebuild(
+    model: nn.Module, program: torch.export.ExportedProgram, calls: list[OpaqueCall]
+) -> fx.GraphModule:
     """Turn the exported program into a graph over the original modules, parameters and buffers."""
     exported = program.module(check_guards=False)
     prefix = "model."
@@ -255,12 +144,10 @@ def _rebuild(model: nn.Module, program: torch.export.ExportedProgram, recorder: 
                 constants[target] = _resolve(exported, node.target)
             values[node] = graph.get_attr(target)
             values[node].meta = dict(node.meta)
-        elif node.target is torch.ops.modify.opaque.default:
-            call = recorder.calls[node.args[2]]
-            tensors, sizes = ([values.get(x, x) for x in group] for group in node.args[:2])
-            sources = {"tensor": tensors, "size": sizes}
-            flat = [value if kind == "constant" else sources[kind][value] for kind, value in call.leaves]
-            args, kwargs = tree_unflatten(flat, call.spec)
+        elif is_opaque(node):
+            call = calls[node.args[2]]
+            tensors, _ = call.operands(node, values)
+            args, kwargs = call.arguments(node, values)
             defaults = inspect.signature(model.get_submodule(call.module.name).forward).parameters
             kwargs = {
                 k: v

@@ -70,6 +70,7 @@ class ConversionReport:
         num_blocks: decoder blocks of the model.
         capacities: capacity of every routed block, by index.
         dense_reasons: why blocks that were asked for stay dense, by index.
+        attend: what the selected tokens attend to, see `MoDConfig`.
         record: the conversion record that the checkpoint holds.
         seconds: wall time, and `copy_seconds` of them for linking or copying files and unpacking GGUF.
         copy_seconds: see above.
@@ -80,6 +81,7 @@ class ConversionReport:
     num_blocks: int
     capacities: dict[int, float]
     dense_reasons: dict[int, str]
+    attend: str
     record: ConversionRecord
     seconds: float
     copy_seconds: float
@@ -147,6 +149,7 @@ def convert_checkpoint(
         num_blocks=len(block_calls(graph.meta["dense_graph"].graph)),
         capacities={index: capacity for index, capacity in record.layers if index not in reasons},
         dense_reasons=reasons,
+        attend=config.attend,
         record=record,
         seconds=time.perf_counter() - start,
         copy_seconds=copy_seconds,

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.errors import CaptureError, first_line
-from modify.ops.masks import causal_mask, token_mask
+from modify.hidden_keys import HideUnselectedKeys
+from modify.ops.masks import causal_mask, query_mask, token_mask
 from modify.ops.routing import Selection, merge_tokens, select_topk
+from modify.ops.split_block import SplitBlock
 from modify.passes.base import (
     block_calls,
     block_input,
@@ -35,6 +36,7 @@ from modify.passes.classify_masks import is_square
 # A prime, so that it coincides with no dimension of a model; beyond the usual internal local windows of 256.
 CHECK_LENGTH = 257
 _CHECK_BATCH = 2
+_SHORT_LENGTH = 16
 _LONGEST_WINDOW = 4096
 # Blocks that pass differ by rounding, some 1e-6 in float32.
 _TOLERANCE = 1e-4
@@ -62,9 +64,9 @@ def check_blocks(
     """Compare every routed block on its gathered tokens with those tokens' rows of the block on the full sequence.
 
     In the full run the unselected keys are hidden from every attention (`scaled_dot_product_attention`, or a softmax
-    over the sequence). Inputs are random hidden states. The routed side runs through the very nodes of the converted
-    graph, with a selection that has fill-up slots. A block on the meta device gets random weights: what the check tells
-    does not depend on them. Low-precision blocks are checked in float32.
+    over the sequence), unless the selected tokens attend to all. Inputs are random hidden states. The routed side runs
+    through the very nodes of the converted graph, with a selection that has fill-up slots. A block on the meta device
+    gets random weights: what the check tells does not depend on them. Low-precision blocks are checked in float32.
 
     Args:
         captured: the dense graph, from `modify.capture`.
@@ -77,16 +79,26 @@ def check_blocks(
         by_length.setdefault(_check_length(captured, node), []).append(index)
     weights = _Weights()
     verdicts: dict[int, BlockCheck] = {}
-    for length, indices in by_length.items():
-        selection = _random_selection(length, model_device(captured))
-        full = _block_arguments(captured, indices, selection, length)
-        compact = _block_arguments(converted, indices, selection, length)
+
+    def check(indices: list[int], selection: Selection, length: int) -> None:
+        full = _block_arguments(captured, indices, selection, length, weights)
+        compact = _block_arguments(converted, indices, selection, length, weights)
         for index in indices:
-            block = weights.runner(captured.get_submodule(str(routed[index].target)))
             arguments = full[index].in_float32(), compact[index].in_float32()
-            verdicts[index] = _check(index, block, *arguments, selection, length)
+            hide = None if index in split else HideUnselectedKeys(selection, length)
+            verdicts[index] = _check(index, weights.runner(modules[index]), *arguments, selection, hide)
             if progress:
                 progress(len(verdicts), len(routed))
+
+    device = model_device(captured)
+    modules = {index: converted.get_submodule(str(node.target)) for index, node in routed.items()}
+    split = {index for index, module in modules.items() if isinstance(module, SplitBlock)}
+    for length, indices in by_length.items():
+        check(indices, _random_selection(length, device), length)
+    # A split block runs other code where every token is selected: attention needs no mask then.
+    if passed := [index for index in split if verdicts[index].failure is None]:
+        length = min(_SHORT_LENGTH, longest_sequence(captured.graph))
+        check(passed, _full_selection(length, device), length)
     return dict(sorted(verdicts.items()))
 
 
@@ -101,10 +113,12 @@ def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:
     for index, node in blocks.items():
         modules = captured.get_submodule(str(node.target)).named_modules()
         kinds.setdefault(tuple((name, type(module)) for name, module in modules), []).append(index)
-    length = min(longest_sequence(captured.graph), 16)
+    length = min(longest_sequence(captured.graph), _SHORT_LENGTH)
     selection = _random_selection(length, model_device(captured))
-    arguments = _block_arguments(captured, [indices[0] for indices in kinds.values()], selection, length)
     weights = _Weights()
+    arguments = _block_arguments(
+        captured, [indices[0] for indices in kinds.values()], selection, length, weights
+    )
     optional: list[int] = []
     for indices in kinds.values():
         block = weights.runner(captured.get_submodule(str(blocks[indices[0]].target)))
@@ -119,17 +133,12 @@ class _Arguments:
     kwargs: dict[str, Any]
     hidden: Tensor
     squares: tuple[Tensor, ...]  # the tensors among them that are masks or biases over the sequence
+    failure: str | None = None  # why the keys and values among them could not be computed
 
     def in_float32(self) -> _Arguments:
         """Return the arguments with low-precision tensors in float32."""
-        cast: dict[int, Tensor] = {}
-
-        def convert(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dtype in _LOW_PRECISION:
-                return cast.setdefault(id(value), value.float())
-            return value
-
-        return _Arguments(*tree_map(convert, (self.args, self.kwargs, self.hidden, self.squares)))
+        args, kwargs, hidden, squares = _in_float32((self.args, self.kwargs, self.hidden, self.squares))
+        return _Arguments(args, kwargs, hidden, squares, self.failure)
 
     def replace(self, old: tuple[Tensor, ...], new: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def swap(value: Any) -> Any:
@@ -138,19 +147,37 @@ class _Arguments:
         return tree_map(swap, (self.args, self.kwargs))
 
 
+def _in_float32(values: Any) -> Any:
+    """Return a tree with its low-precision tensors in float32, each converted once."""
+    cast: dict[int, Tensor] = {}
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype in _LOW_PRECISION:
+            return cast.setdefault(id(value), value.float())
+        return value
+
+    return tree_map(convert, values)
+
+
 def _check(
-    index: int, block: _Runner, full: _Arguments, compact: _Arguments, selection: Selection, length: int
+    index: int,
+    block: _Runner,
+    full: _Arguments,
+    compact: _Arguments,
+    selection: Selection,
+    hide: HideUnselectedKeys | None,
 ) -> BlockCheck:
     assert selection.valid is not None
-    hide = _HideUnselectedKeys(selection, length)
+    if compact.failure is not None:
+        return _failed(index, compact.failure)
     try:
-        with hide:
+        with hide or nullcontext():
             expected = block(full.args, full.kwargs)
     except Exception as error:  # whatever a block raises on input that it does not expect is its reason
         return _failed(
             index, f"it does not run on random hidden states: {type(error).__name__}: {first_line(error)}"
         )
-    if hide.token_selection:
+    if hide is not None and hide.token_selection:
         return _failed(
             index, f"it selects tokens inside the block ({hide.token_selection} over the sequence)"
         )
@@ -205,7 +232,8 @@ def _check_length(captured: fx.GraphModule, block: fx.Node) -> int:
     module = captured.get_submodule(str(block.target))
     windows = [_band(buffer) for buffer in module.buffers() if not buffer.is_meta]
     if not any(
-        source.target is token_mask and source.args[3] is not None for source in block.all_input_nodes
+        source.target in (token_mask, query_mask) and source.args[3] is not None
+        for source in block.all_input_nodes
     ):
         for owner in module.modules():
             windows += [
@@ -236,6 +264,11 @@ def _random_selection(length: int, device: torch.device) -> Selection:
     return Selection(torch.stack(tokens).to(device), valid.expand(_CHECK_BATCH, -1).contiguous().to(device))
 
 
+def _full_selection(length: int, device: torch.device) -> Selection:
+    tokens = torch.arange(length, device=device).expand(_CHECK_BATCH, -1)
+    return Selection(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
 class _AllRecorded(Exception):
     """Ends the recording: what follows the last block of interest is not run."""
 
@@ -244,11 +277,17 @@ class _Recorder(fx.Interpreter):
     """Runs a graph on random hidden states, and records the arguments of its blocks instead of running them."""
 
     def __init__(
-        self, graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int
+        self,
+        graph_module: fx.GraphModule,
+        wanted: Iterable[int],
+        selection: Selection,
+        length: int,
+        weights: _Weights,
     ) -> None:
         super().__init__(graph_module)
-        self.wanted, self.selection = set(wanted), selection
+        self.wanted, self.selection, self.weights = set(wanted), selection, weights
         self.recorded: dict[int, _Arguments] = {}
+        self.failures: dict[int, str] = {}
         self.symbols = dict(zip(dimension_symbols(graph_module.graph), (_CHECK_BATCH, length), strict=True))
         self.hidden = {sequence_input(node): index for index, node in block_calls(graph_module.graph).items()}
 
@@ -263,7 +302,18 @@ class _Recorder(fx.Interpreter):
         if n in self.hidden:
             generator = torch.Generator().manual_seed(self.hidden[n])
             value = n.meta["val"]
-            return torch.randn(self._shape(value), generator=generator).to(self._device(n), value.dtype)
+            return torch.randn(self._shape(value), generator=generator).to(value.device, value.dtype)
+        if n.meta.get("keys_values_of") in self.wanted:  # what the rest is given is computed, not random
+            args, kwargs = _in_float32(self.fetch_args_kwargs_from_env(n))
+            try:
+                return self.weights.function(self.module.get_submodule(str(n.target)))(args, kwargs)
+            except (
+                Exception
+            ) as error:  # whatever a block raises on input that it does not expect is its reason
+                self.failures[n.meta["keys_values_of"]] = (
+                    f"its keys and values cannot be computed: {type(error).__name__}: {first_line(error)}"
+                )
+                return self._stand_in(n)
         if n.op == "call_module" or n.target is merge_tokens:
             return self._stand_in(n)
         return super().run_node(n)
@@ -271,102 +321,33 @@ class _Recorder(fx.Interpreter):
     def _record(self, node: fx.Node, args: Any, kwargs: Any) -> _Arguments:
         _, length = dimension_symbols(node.graph)
         squares = tuple(self.env[source] for source in node.all_input_nodes if is_square(source, length))
-        return _Arguments(args, kwargs, self.env[block_input(node)], squares)
+        failure = self.failures.get(node.meta["block"])
+        return _Arguments(args, kwargs, self.env[block_input(node)], squares, failure)
 
     def _stand_in(self, node: fx.Node) -> Any:
         """The value of what is not run: its weights may not be here, and its output does not matter."""
         return tree_map(
-            lambda value: torch.zeros(self._shape(value), dtype=value.dtype, device=self._device(node)),
+            lambda value: torch.zeros(self._shape(value), dtype=value.dtype, device=value.device),
             node.meta["val"],
         )
 
     def _shape(self, value: Tensor) -> list[int]:
         return [int(expression(size).subs(self.symbols)) for size in value.shape]
 
-    def _device(self, node: fx.Node) -> torch.device:
-        return node.meta["val"].device
-
 
 def _block_arguments(
-    graph_module: fx.GraphModule, wanted: Iterable[int], selection: Selection, length: int
+    graph_module: fx.GraphModule,
+    wanted: Iterable[int],
+    selection: Selection,
+    length: int,
+    weights: _Weights,
 ) -> dict[int, _Arguments]:
-    recorder = _Recorder(graph_module, wanted, selection, length)
+    recorder = _Recorder(graph_module, wanted, selection, length, weights)
     device = placeholder(graph_module.graph, "input_ids").meta["val"].device
     ids = torch.zeros(_CHECK_BATCH, length, dtype=torch.int64, device=device)
     with torch.no_grad(), suppress(_AllRecorded):
         recorder.run(ids, torch.ones_like(ids))
     return recorder.recorded
-
-
-class _HideUnselectedKeys(TorchFunctionMode):
-    """Hides the unselected tokens' keys from every attention over the sequence, and notes token selection inside."""
-
-    def __init__(self, selection: Selection, length: int) -> None:
-        super().__init__()
-        assert selection.valid is not None
-        self.length = length
-        hidden = torch.ones(_CHECK_BATCH, length, dtype=torch.bool, device=selection.tokens.device)
-        hidden.scatter_(1, selection.tokens, ~selection.valid)
-        self.hidden = hidden
-        self.token_selection: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            return self._attention(func, *args, **kwargs)
-        if (
-            name in ("softmax", "_softmax")
-            and args
-            and isinstance(args[0], Tensor)
-            and self._over_keys(args[0])
-        ):
-            scores = args[0].masked_fill(self._columns(args[0]), torch.finfo(args[0].dtype).min)
-            return func(scores, *args[1:], **kwargs)
-        if name in ("topk", "sort", "argsort") and args and isinstance(args[0], Tensor):
-            dim = kwargs.get("dim", -1)
-            if args[0].dim() and isinstance(dim, int) and args[0].shape[dim] == self.length:
-                self.token_selection = name
-        return func(*args, **kwargs)
-
-    def _over_keys(self, scores: Tensor) -> bool:
-        """`[.., S, S]`, or one column more where attention has a sink."""
-        return (
-            scores.dim() >= 3
-            and scores.shape[-2] == self.length
-            and scores.shape[-1] in (self.length, self.length + 1)
-        )
-
-    def _columns(self, scores: Tensor) -> Tensor:
-        hidden = self.hidden.to(scores.device)
-        if scores.shape[-1] > self.length:
-            hidden = torch.cat([hidden, hidden.new_zeros(_CHECK_BATCH, 1)], dim=1)
-        repeated = hidden.repeat_interleave(scores.shape[0] // _CHECK_BATCH, dim=0)
-        return repeated.view(-1, *[1] * (scores.dim() - 2), hidden.shape[1])
-
-    def _attention(
-        self,
-        func: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        if key.shape[-2] == self.length and query.shape[-2] == self.length:
-            if is_causal and attn_mask is None:
-                attn_mask = causal_mask(None, query.transpose(1, 2), None, torch.bool, False)
-                is_causal = False
-            visible = ~self.hidden.to(query.device).view(_CHECK_BATCH, *[1] * (query.dim() - 2), self.length)
-            if attn_mask is None:
-                attn_mask = visible.expand(_CHECK_BATCH, *[1] * (query.dim() - 3), self.length, self.length)
-            elif attn_mask.dtype == torch.bool:
-                attn_mask = attn_mask & visible
-            else:
-                attn_mask = attn_mask.masked_fill(~visible, torch.finfo(attn_mask.dtype).min)
-        return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
 _Runner = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
@@ -381,6 +362,16 @@ class _Weights:
 
     def runner(self, module: nn.Module) -> _Runner:
         """Return a function that runs `module` and returns its hidden states."""
+        function = self.function(module)
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            output = function(args, kwargs)
+            return output[0] if isinstance(output, tuple | list) else output
+
+        return run
+
+    def function(self, module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Return a function that runs `module` and returns what it returns."""
         weights = {name: self._weight(name, tensor) for name, tensor in module.named_parameters()}
         for name, buffer in module.named_buffers():
             if buffer.is_meta:
@@ -391,12 +382,11 @@ class _Weights:
             if buffer.dtype in _LOW_PRECISION:
                 weights[name] = buffer.float()
 
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with evaluation_mode(module), torch.no_grad():
-                output = torch.func.functional_call(module, weights, args, kwargs)
-            return output[0] if isinstance(output, tuple | list) else output
+                return torch.func.functional_call(module, weights, args, kwargs)
 
-        return run
+        return call
 
     def _weight(self, name: str, parameter: Tensor) -> Tensor:
         if not parameter.is_meta:

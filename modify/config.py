@@ -13,6 +13,7 @@ GateKind = Literal["tanh", "linear", "sigmoid"]
 RoutingKind = Literal["learned", "random"]
 PredictorKind = Literal["mlp", "aux"]
 BypassKind = Literal["identity", "linear"]
+AttendKind = Literal["selected", "all"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class MoDConfig:
             and `last_dense`.
         first_dense: number of blocks at the bottom that stay dense.
         last_dense: number of blocks at the top that stay dense.
+        attend: what the selected tokens attend to: `selected`, only one another (the paper); or `all`, every token,
+            whose keys and values are then computed too, while queries and MLP still run for the selected ones only.
         gate: what multiplies a block's update. `tanh` is `1 + alpha * tanh(r)` with `alpha` starting at 0, so that a
             converted model starts as the dense one; `linear` is the paper's raw `r` (equation 1); `sigmoid` is
             `sigmoid(r)`.
@@ -53,6 +56,7 @@ class MoDConfig:
     layers: tuple[int, ...] | None = None
     first_dense: int = 0
     last_dense: int = 0
+    attend: AttendKind = "selected"
     gate: GateKind = "tanh"
     bypass: BypassKind = "identity"
     bypass_rank: int = 64
@@ -92,6 +96,7 @@ class MoDConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         for name, kinds in (
+            ("attend", AttendKind),
             ("gate", GateKind),
             ("bypass", BypassKind),
             ("routing", RoutingKind),

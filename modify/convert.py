@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import fx, nn
 
+from modify.block_probe import CannotSplit
+from modify.block_split import BlockSplitter, replace_blocks
 from modify.capture import capture
 from modify.compaction import blocks_with_optional_mask, check_blocks
 from modify.config import MoDConfig
-from modify.errors import ConfigError
+from modify.errors import CaptureError, ConfigError
+from modify.ops.split_block import BlockParts
 from modify.passes.base import block_calls
 from modify.passes.pipelines import CONVERT, DENSE, PREDICT, build
 from modify.passes.runner import PassReport, run_passes
@@ -25,6 +28,7 @@ class ConversionRecord:
         layers: (block index, capacity) of every block that was asked for.
         unroutable: (block index, reason) of those that must stay dense.
         optional_mask: blocks that take None for plain causal attention.
+        splits: with `attend="all"`, (block index, index of the block whose trace tells how to split it).
         passes: names of the passes that ran, in order.
         skips: (node, reason) of what passes left alone.
     """
@@ -32,6 +36,7 @@ class ConversionRecord:
     layers: tuple[tuple[int, float], ...]
     unroutable: tuple[tuple[int, str], ...]
     optional_mask: tuple[int, ...]
+    splits: tuple[tuple[int, int], ...] = ()
     passes: tuple[str, ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
 
@@ -74,23 +79,52 @@ def convert(
     record = ConversionRecord(
         layers=tuple(layers.items()), unroutable=(), optional_mask=blocks_with_optional_mask(captured)
     )
-    graph_module = convert_captured(captured, config, record)
-    checks = check_blocks(captured, graph_module, progress=progress)
-    failures = tuple((index, check.failure) for index, check in checks.items() if check.failure is not None)
+    splitter = None
+    if config.attend == "all":
+        splitter = BlockSplitter(_dense(captured, record))
+        record = _with_splits(
+            record, splitter, splitter.plan(i for i, capacity in layers.items() if capacity > 0)
+        )
+    graph_module = convert_captured(captured, config, record, splitter)
+    failures = _failures(captured, graph_module, progress)
+    alone = {index: index for index, like in record.splits if index in failures and like != index}
+    if splitter is not None and alone:  # another block's trace did not do
+        record = _with_splits(record, splitter, dict(record.splits) | alone)
+        graph_module = convert_captured(captured, config, record, splitter)
+        failures = _failures(captured, graph_module, progress)
     if not failures:
         return graph_module
-    return convert_captured(captured, config, dataclasses.replace(record, unroutable=failures))
+    unroutable = tuple(sorted((dict(record.unroutable) | failures).items()))
+    return convert_captured(captured, config, dataclasses.replace(record, unroutable=unroutable), splitter)
 
 
-def convert_captured(captured: fx.GraphModule, config: MoDConfig, record: ConversionRecord) -> fx.GraphModule:
-    """Replay a conversion on a captured dense graph, without checking anything again; see `convert`."""
+def convert_captured(
+    captured: fx.GraphModule,
+    config: MoDConfig,
+    record: ConversionRecord,
+    splitter: BlockSplitter | None = None,
+) -> fx.GraphModule:
+    """Replay a conversion on a captured dense graph, without checking anything again; see `convert`.
+
+    Args:
+        captured: from `modify.capture`.
+        config: of the conversion.
+        record: of the conversion.
+        splitter: of the captured graph, with what it has traced already.
+    """
     options = dataclasses.asdict(config) | {
         "layers": record.layers,
         "unroutable": record.unroutable,
         "optional_mask": frozenset(record.optional_mask),
     }
-    dense, _ = run_passes(captured, build(DENSE, options))
-    graph_module, reports = run_passes(captured, build(CONVERT, options))
+    dense = _dense(captured, record)
+    source = captured
+    if config.attend == "all":
+        splitter = splitter or BlockSplitter(dense)
+        dense_ones = dict(record.unroutable)
+        parts = {i: _parts(splitter, i, like) for i, like in record.splits if i not in dense_ones}
+        source = replace_blocks(captured, parts)
+    graph_module, reports = run_passes(source, build(CONVERT, options))
     calls = block_calls(graph_module.graph)
     if len(calls) == len(block_calls(dense.graph)) and not any(
         "routed" in node.meta for node in calls.values()
@@ -105,6 +139,48 @@ def convert_captured(captured: fx.GraphModule, config: MoDConfig, record: Conver
         "dense_graph": dense,
     }
     return graph_module
+
+
+def _dense(captured: fx.GraphModule, record: ConversionRecord) -> fx.GraphModule:
+    dense, _ = run_passes(captured, build(DENSE, {"optional_mask": frozenset(record.optional_mask)}))
+    return dense
+
+
+def _with_splits(
+    record: ConversionRecord, splitter: BlockSplitter, plan: Mapping[int, int]
+) -> ConversionRecord:
+    """Note which block's trace splits which block, and which blocks cannot be split."""
+    splits: dict[int, int] = {}
+    unroutable = dict(record.unroutable)
+    like_of_module: dict[str, int] = {}
+    for index, like in plan.items():
+        try:
+            splitter.parts(like)
+            if like_of_module.setdefault(splitter.module_name(index), like) != like:
+                raise CannotSplit("its module is called in several ways")
+            splits[index] = like
+        except CannotSplit as reason:
+            unroutable[index] = f"its attention cannot be split from the rest: {reason}"
+    return dataclasses.replace(
+        record, splits=tuple(sorted(splits.items())), unroutable=tuple(sorted(unroutable.items()))
+    )
+
+
+def _parts(splitter: BlockSplitter, index: int, like: int) -> BlockParts:
+    try:
+        return splitter.parts(like)
+    except CannotSplit as reason:
+        raise CaptureError(
+            f"block {index} could be split when the model was converted, and now cannot: {reason}; use the versions "
+            "of torch and transformers that it was converted with, or convert it again"
+        ) from reason
+
+
+def _failures(
+    captured: fx.GraphModule, graph_module: fx.GraphModule, progress: Callable[[int, int], None] | None
+) -> dict[int, str]:
+    checks = check_blocks(captured, graph_module, progress=progress)
+    return {index: check.failure for index, check in checks.items() if check.failure is not None}
 
 
 def route_by_predictor(graph_module: fx.GraphModule, config: MoDConfig) -> fx.GraphModule:

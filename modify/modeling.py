@@ -28,6 +28,7 @@ from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
 from modify.errors import CheckpointError, ConfigError, first_line
 from modify.ops.routing import BlockRouting, RoutedOutput
+from modify.ops.split_block import install_split_blocks
 from modify.passes.base import routing_of
 from modify.passes.runner import copy_graph
 
@@ -118,6 +119,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
             name = prefix.removesuffix(".")
             if hasattr(graph, name):
                 self.add_module(name, getattr(graph, name))
+        install_split_blocks(self, graph)
         # Held in containers that torch does not register: these share the modules above.
         self._dense: tuple[Any, ...] = (dense,)
         self._graphs: dict[Routing, fx.GraphModule] = {"topk": graph, "dense": graph.meta["dense_graph"]}

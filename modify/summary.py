@@ -38,7 +38,8 @@ class BlockSummary:
         parameters: of the block itself.
         added_parameters: of its router, gate and predictor.
         flops: per forward pass, those of router and predictor included.
-        cache_bytes: keys and values (or other state) of the tokens that it runs; None where the model has no cache.
+        cache_bytes: keys and values (or other state) of the tokens that are attended to: those that it runs, or all
+            with `attend="all"`; None where the model has no cache.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Summary:
         source: the checkpoint.
         model_type: of the dense model.
         converted: whether it is a Mixture-of-Depths checkpoint.
+        attend: what the tokens that a routed block runs attend to, see `MoDConfig`; None for a dense checkpoint.
         dtype: of the weights, and so of the cache.
         batch: number of sequences.
         length: tokens per sequence.
@@ -76,6 +78,7 @@ class Summary:
     source: str
     model_type: str
     converted: bool
+    attend: str | None
     dtype: str
     batch: int
     length: int
@@ -125,9 +128,12 @@ def summarize(
     if longest is not None and length > longest:
         raise ConfigError(f"length {length} is longer than the model's context of {longest} tokens")
     record = ConversionRecord(layers=(), unroutable=(), optional_mask=())
+    attend = None
     if isinstance(config, MoDModelConfig):
         record = ConversionRecord.from_dict(config.conversion_record or {})
-        graph = convert_captured(capture(model), MoDConfig.from_dict(config.mod_config or {}), record)
+        mod_config = MoDConfig.from_dict(config.mod_config or {})
+        attend = mod_config.attend
+        graph = convert_captured(capture(model), mod_config, record)
         record, dense = graph.meta["conversion_record"], graph.meta["dense_graph"]
     else:
         graph = dense = dense_graph(model)
@@ -143,6 +149,7 @@ def summarize(
         source=str(path),
         model_type=dense_config.model_type,
         converted=isinstance(config, MoDModelConfig),
+        attend=attend,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         batch=batch,
         length=length,
@@ -190,7 +197,8 @@ def _summarize_block(
     cache_bytes = None
     if caches:
         size, cached = caches[index]
-        cache_bytes = size if capacity is None or not cached else size * min(tokens, cached) // cached
+        whole = capacity is None or not cached or index in dict(record.splits)
+        cache_bytes = size if whole else size * min(tokens, cached) // cached
     reason = dict(record.unroutable).get(index) or dict(record.skips).get(node.name if node else "")
     asked = index in dict(record.layers)
     return BlockSummary(

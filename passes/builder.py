@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -42,6 +42,15 @@ class Builder:
             node = self.graph_module.graph.create_node("call_module", target, args, {}, name)
         return self._annotate(node, self.graph_module.get_submodule(target))
 
+    def module_of_value(
+        self, target: str, args: Any, kwargs: Any, value: Any, *, name: str | None = None
+    ) -> fx.Node:
+        """Insert a call of the submodule `target` whose `value` is known, so that it need not run on shapes."""
+        with self.graph_module.graph.inserting_before(self.anchor):
+            node = self.graph_module.graph.create_node("call_module", target, args, kwargs, name)
+        node.meta = {"val": value, "made_by": self.made_by}
+        return node
+
     def attribute(self, target: str) -> fx.Node:
         """Insert a read of the parameter or buffer `target`."""
         with self.graph_module.graph.inserting_before(self.anchor):
@@ -60,6 +69,21 @@ class Builder:
             "made_by": self.made_by,
         }
         return node
+
+
+def symbolic_tensor(
+    graph: fx.Graph, shape: Iterable[sympy.Expr], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a tensor without values whose sizes are expressions in the graph's batch and length."""
+    environment = placeholder(graph, "input_ids").meta["val"].shape[1].node.shape_env
+
+    def size(expr: sympy.Expr) -> Any:
+        if expr.is_number:
+            return int(expr)
+        return environment.create_symintnode(expr, hint=int(expr.xreplace(environment.backed_var_to_val)))
+
+    with fake_mode_of(graph):
+        return torch.empty([size(expr) for expr in shape], dtype=dtype, device=device)
 
 
 def fake_call(graph: fx.Graph, target: Any, args: Any, kwargs: Any) -> Any:
@@ -124,6 +148,8 @@ def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
         if node.op == "output" or not stale.intersection(node.all_input_nodes):
             continue
         old = node.meta["val"]
+        if "keys_values_of" in node.meta:
+            continue  # they are of all tokens, whichever are selected
         if "block" in node.meta:  # it keeps its input's shape; running it may need weights that are not here
             node.meta["val"] = block_input(node).meta["val"]
         elif node.target is operator.getitem and "block" in node.args[0].meta:

@@ -12,12 +12,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from modify.ops.masks import causal_mask, padding_or_ones, token_mask
+from modify.ops.masks import causal_mask, padding_or_ones, query_mask, token_mask
 from modify.passes.base import GraphPass, GraphPassResult, dimension_symbols, longest_sequence
 from modify.passes.builder import value_of
 
 # What attention masks are made of; no real token attends to the padding that follows it, so they need not know of it.
-_MASKS = (causal_mask, token_mask, padding_or_ones)
+_MASKS = (causal_mask, token_mask, query_mask, padding_or_ones)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

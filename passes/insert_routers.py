@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from modify.ops.masks import causal_mask, gather_mask, token_mask
+from modify.ops.masks import causal_mask, gather_mask, query_mask, token_mask
 from modify.ops.modules import Gate, RandomRouter, Router
 from modify.ops.routing import BlockRouting, RoutedOutput, gather_tokens, merge_tokens, select_topk
+from modify.ops.split_block import BATCH, LENGTH, PartName, SplitBlock
 from modify.passes.base import (
     GraphPass,
     GraphPassResult,
@@ -20,10 +25,11 @@ from modify.passes.base import (
     block_result,
     dimension_symbols,
     expression,
+    nodes_in,
     placeholder,
     routing_of,
 )
-from modify.passes.builder import Builder, decide_as_for_long_sequences
+from modify.passes.builder import Builder, decide_as_for_long_sequences, symbolic_tensor
 from modify.passes.classify_masks import is_square
 from modify.passes.evaluation import CannotEvaluate, evaluate
 
@@ -55,13 +61,24 @@ class InsertRouters(GraphPass):
     2. A causal or sliding-window mask: rebuilt among the selected tokens from their positions.
     3. Any other `[.., S, S]` mask: rows and columns gathered.
 
+    With `attend="all"` keys and values come from every token, in a call of their own::
+
+        keys    = model.layers.7(h, position_embeddings=(cos, sin), part='keys_values')
+        update  = model.layers.7(inner, attention_mask=query_mask(..),
+                                 position_embeddings=(gather_tokens(cos, tokens), ..), part='rest',
+                                 shared=(keys[0], keys[1], gather_tokens(keys[2], tokens)))
+
+    4. What both parts need (`keys[2]`: the normalised hidden states, say) is computed once, and gathered.
+    5. Masks have a row for each selected token, and all columns.
+
     A block is left dense, with a skip that says why, when an argument has a sequence dimension without a batch, holds
-    integers that are not positions or token ids, depends on the sequence length in another way, or when `unroutable`
-    names the block.
+    integers that are not positions or token ids, depends on the sequence length in another way, when `unroutable`
+    names the block, or, with `attend="all"`, when the block does not run in parts.
 
     Args:
         layers: (block index, capacity) of the blocks to route; those of capacity 0 are `DropBlocks`' business.
         unroutable: (block index, reason) of the blocks that must stay dense.
+        attend: see `MoDConfig`; for `all` blocks must run in parts (`modify.ops.split_block`).
         gate: see `MoDConfig`.
         keep_first: see `MoDConfig`.
         routing: see `MoDConfig`.
@@ -72,6 +89,7 @@ class InsertRouters(GraphPass):
 
     layers: tuple[tuple[int, float], ...] = ()
     unroutable: tuple[tuple[int, str], ...] = ()
+    attend: str = "selected"
     gate: str = "tanh"
     keep_first: int = 1
     routing: str = "learned"
@@ -97,7 +115,7 @@ class InsertRouters(GraphPass):
             block = blocks[index]
             if "routed" in block.meta or capacity == 0:
                 continue
-            reason = reasons.get(index) or _obstacle(graph_module, block)
+            reason = reasons.get(index) or _obstacle(graph_module, block, self.attend)
             if reason:
                 skips.append(Skip(block.name, reason))
             else:
@@ -124,7 +142,8 @@ class InsertRouters(GraphPass):
         def gather(argument: fx.Node) -> fx.Node:
             if argument not in gathered:
                 name = f"{'mask' if is_square(argument, length) else argument.name}_at_{index}"
-                gathered[argument] = _gather(build, argument, tokens, length, name)
+                gather_one = _gather_queries if self.attend == "all" else _gather
+                gathered[argument] = gather_one(build, argument, tokens, length, name)
             return gathered[argument]
 
         output = block_result(block)
@@ -132,7 +151,10 @@ class InsertRouters(GraphPass):
         selected = build_after.function(gather_tokens, scores, tokens, name=f"scores_at_{index}")
         gate = build_after.module(f"gates.{index}", selected, name=f"gate_{index}")
         users = [user for user in output.users if user is not block]
-        block.args, block.kwargs = fx.map_arg(block.args, gather), fx.map_arg(block.kwargs, gather)
+        if self.attend == "all":
+            _attend_to_all(build, index, block, tokens, gather)
+        else:
+            block.args, block.kwargs = fx.map_arg(block.args, gather), fx.map_arg(block.kwargs, gather)
         block.meta["val"] = inner.meta["val"]
         output.meta["val"] = inner.meta["val"]
         block.meta["routed"] = self.name
@@ -175,8 +197,10 @@ def _sequence_dims(node: fx.Node, length: sympy.Expr) -> list[int]:
     return [dim for dim, size in enumerate(node.meta["val"].shape) if expression(size) == length]
 
 
-def _obstacle(graph_module: fx.GraphModule, block: fx.Node) -> str | None:
+def _obstacle(graph_module: fx.GraphModule, block: fx.Node, attend: str) -> str | None:
     """Return why the block cannot be routed, or None."""
+    if attend == "all" and not isinstance(graph_module.get_submodule(str(block.target)), SplitBlock):
+        return "it does not run in parts; modify.convert splits blocks before this pass"
     batch, length = dimension_symbols(graph_module.graph)
     hidden = block_input(block).meta["val"]
     if hidden.dim() != 3:
@@ -203,6 +227,7 @@ def _obstacle(graph_module: fx.GraphModule, block: fx.Node) -> str | None:
             return f"integer argument {argument.name} holds neither positions nor token ids; it may index the sequence"
         if (
             len(dims) == 2
+            and attend == "selected"
             and argument.target is not causal_mask
             and (problem := _mask_problem(graph_module, argument))
         ):
@@ -259,3 +284,66 @@ def _gather(build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Ex
     if len(dims) == 2:
         return build.function(gather_mask, argument, tokens, name=name)
     return build.function(gather_tokens, argument, tokens, *(dims if dims != [1] else []), name=name)
+
+
+def _gather_queries(
+    build: Builder, argument: fx.Node, tokens: fx.Node, length: sympy.Expr, name: str
+) -> fx.Node:
+    """`_gather` where keys are those of all tokens: a mask's last dimension is theirs, and stays whole."""
+    if argument.target is causal_mask:
+        padding, ids, *rest = argument.args
+        return build.function(query_mask, tokens, padding, ids, *rest, name=name)
+    if not isinstance(argument.meta["val"], Tensor):
+        return argument
+    dims = _sequence_dims(argument, length)
+    value = argument.meta["val"]
+    if not dims or (dims == [value.dim() - 1] and value.dim() > 2 and value.shape[-2] == 1):
+        return argument
+    return build.function(gather_tokens, argument, tokens, *(dims[:1] if dims[0] != 1 else []), name=name)
+
+
+def _attend_to_all(
+    build: Builder, index: int, block: fx.Node, tokens: fx.Node, gather: Callable[[fx.Node], fx.Node]
+) -> None:
+    """Let `block` run on the selected tokens, with keys and values of all tokens, which a new call computes."""
+    module = build.graph_module.get_submodule(str(block.target))
+    assert isinstance(module, SplitBlock)
+    parts = module.parts
+    hidden = block_input(block)
+    leaves, spec = tree_flatten((tuple(block.args), dict(sorted(block.kwargs.items()))))
+
+    def call(part: PartName) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        used = parts.inputs_of(part)
+
+        def leaf(number: int, value: Any) -> Any:
+            if not isinstance(value, fx.Node):
+                return value
+            if value is not hidden and number not in used:
+                return None
+            return gather(value) if part == "rest" or number in parts.masks else value
+
+        return tree_unflatten([leaf(*item) for item in enumerate(leaves)], spec)
+
+    args, kwargs = call("keys_values")
+    symbols = dict(zip((BATCH, LENGTH), dimension_symbols(block.graph), strict=True))
+    like = hidden.meta["val"]
+    value = tuple(
+        symbolic_tensor(
+            block.graph, [size.subs(symbols) for size in part.shape], part.dtype or like.dtype, like.device
+        )
+        for part in parts.shared
+    )
+    kwargs["part"] = "keys_values"
+    computed = build.module_of_value(str(block.target), args, kwargs, value, name=f"keys_values_{index}")
+    computed.meta["keys_values_of"] = index
+    shared = []
+    for number, part in enumerate(parts.shared):
+        kind, dim = ("keys", "values", "shared")[min(number, 2)], part.gathered_dim
+        node = build.function(operator.getitem, computed, number, name=f"{kind}_{index}")
+        if dim is not None:
+            dims = [dim] if dim != 1 else []
+            node = build.function(gather_tokens, node, tokens, *dims, name=f"{kind}_at_{index}")
+        shared.append(node)
+    args, kwargs = call("rest")
+    block.args, block.kwargs = args, {**kwargs, "part": "rest", "shared": tuple(shared)}
+    block.meta["hidden_argument"] = nodes_in((block.args, block.kwargs)).index(gather(hidden))

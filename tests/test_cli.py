@@ -64,6 +64,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     ("command", "keys"),
     [
         ("convert dense {out} --layers 1-3:2 --capacity 0.5,0.25", {"capacities", "dense_reasons", "record"}),
+        ("convert dense {out} --attend all", {"capacities", "attend", "record"}),
         ("evaluate healed --data pydoc --length 32 --limit-rows 2", {"perplexity", "flops_ratio", "blocks"}),
         ("evaluate dense --data pydoc --length 32 --limit-rows 2", {"perplexity", "routing"}),
         ("generate healed --prompt hello --max-new-tokens 3", {"text", "new_tokens", "tokens_per_second"}),

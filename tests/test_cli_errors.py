@@ -213,6 +213,7 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "convert dense", ("'OUT'",)),
     (nothing, "convert dense out --capcity 1", ("--capcity", "--capacity")),
     (nothing, "convert dense out --gate round", ("--gate", "tanh")),
+    (nothing, "convert dense out --attend some", ("--attend", "all")),
     (nothing, "convert dense out --every two", ("--every", "integer")),
 ]
 

@@ -27,6 +27,7 @@ from modify.errors import ConfigError
         ({"gate": "relu"}, "gate must be one of tanh, linear, sigmoid, got 'relu'"),
         ({"bypass": "mlp"}, "bypass must be one of identity, linear, got 'mlp'"),
         ({"bypass_rank": 0}, "bypass_rank must be an integer of at least 1"),
+        ({"attend": "none"}, "attend must be one of selected, all, got 'none'"),
         ({"routing": "topk"}, "routing must be one of learned, random"),
         ({"predictor": "none"}, "predictor must be one of mlp, aux"),
         ({"predictor_slack": 0.5}, r"predictor_slack must be at least 1\.0"),
@@ -76,7 +77,10 @@ def test_options_that_do_not_fit_the_model(options, message):
 
 @pytest.mark.parametrize(
     "config",
-    [MoDConfig(), MoDConfig(capacity=(0.5, 0.1), layers=(2, 3), gate="linear", predictor="aux", seed=7)],
+    [
+        MoDConfig(),
+        MoDConfig(capacity=(0.5, 0.1), layers=(2, 3), gate="linear", predictor="aux", attend="all"),
+    ],
 )
 def test_json_round_trip(config):
     assert MoDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -84,6 +88,6 @@ def test_json_round_trip(config):
 
 def test_an_unknown_option_is_refused():
     with pytest.raises(
-        ConfigError, match="unknown option depth; known options are bypass, bypass_rank, capacity"
+        ConfigError, match="unknown option depth; known options are attend, bypass, bypass_rank, capacity"
     ):
         MoDConfig.from_dict({"depth": 3})

@@ -12,7 +12,15 @@ import pytest
 import torch
 from checkpoints import byte_tokenizer
 from torch import fx, nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from modify.config import MoDConfig
 from modify.convert import convert
@@ -51,6 +59,10 @@ def neox() -> PreTrainedModel:
     return GPTNeoXForCausalLM(config)
 
 
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=99, n_positions=64))
+
+
 def converted(model: Callable[[], PreTrainedModel], **options: object) -> fx.GraphModule:
     """A converted graph whose gates are open, so that a wrong score would show in the logits."""
     torch.manual_seed(0)
@@ -63,7 +75,12 @@ def converted(model: Callable[[], PreTrainedModel], **options: object) -> fx.Gra
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, fx.GraphModule]:
-    return {"llama": converted(llama), "neox": converted(neox)}
+    return {
+        "llama": converted(llama),
+        "neox": converted(neox),
+        "llama, all": converted(llama, attend="all"),
+        "gpt2, all": converted(gpt2, attend="all"),
+    }
 
 
 def predicted_logits(graph: fx.GraphModule, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -95,6 +112,10 @@ def predicted_logits(graph: fx.GraphModule, ids: torch.Tensor, mask: torch.Tenso
         ("neox", "predictor", False, 1, "last"),
         ("neox", "predictor", True, 2, "all"),
         ("llama", "dense", True, 2, "last"),
+        ("llama, all", "topk", False, 2, "last"),
+        ("llama, all", "predictor", True, 1, "all"),
+        ("gpt2, all", "topk", True, 2, "all"),
+        ("gpt2, all", "predictor", False, 1, "last"),
     ],
 )
 def test_bundle_agrees_with_pytorch_and_builds_with_tensorrt(

@@ -6,12 +6,17 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from families import tiny_model
+from torch import fx, nn
 
+from modify.block_split import BlockSplitter, replace_blocks
 from modify.capture import capture
 from modify.errors import PassError
-from modify.passes.base import block_calls, routing_of
+from modify.ops.masks import query_mask
+from modify.ops.routing import gather_tokens
+from modify.passes.base import block_calls, calls_of, routing_of
 from modify.passes.classify_masks import ClassifyMasks
+from modify.passes.flatten_token_indexing import FlattenTokenIndexing
 from modify.passes.freeze_shapes import FreezeShapes
 from modify.passes.insert_routers import InsertRouters
 from modify.passes.printing import print_graph
@@ -34,6 +39,54 @@ def test_golden_window(golden, qwen_graph, rewrite):
     layers = ((1, 0.25), (2, 0.5))
     routed = rewrite(qwen_graph, ClassifyMasks(optional_mask=ALL), InsertRouters(layers=layers, keep_first=2))
     golden("insert_routers_window", print_graph(routed.graph))
+
+
+@pytest.fixture(params=["llama", "qwen"])
+def split(request) -> fx.GraphModule:
+    """A captured graph whose blocks can run in parts."""
+    captured = request.getfixturevalue(f"{request.param}_graph")
+    dense, _ = run_passes(captured, [ClassifyMasks(optional_mask=ALL)])
+    splitter = BlockSplitter(dense)
+    return replace_blocks(captured, {index: splitter.parts(index) for index in ALL})
+
+
+def test_golden_all(golden, split, rewrite):
+    routed = rewrite(
+        split, ClassifyMasks(optional_mask=ALL), InsertRouters(layers=((1, 0.125),), attend="all")
+    )
+    kind = type(split).__name__.removesuffix("ForCausalLM").lower()
+    golden(f"insert_routers_all_{kind}", print_graph(routed.graph))
+
+
+def test_blocks_in_one_piece_cannot_attend_to_all(llama_graph, untouched):
+    (reason,) = untouched(llama_graph, InsertRouters(layers=((1, 0.5),), attend="all"))
+    assert "does not run in parts" in reason
+
+
+def test_attending_to_all_passes_through_the_lowering(split, padded_batch, rewrite):
+    """Frozen and flat, the graph computes what it did; its masks have a row for each selected token only."""
+    routed = route(split, (0, 0.3), (1, 0.5), attend="all")
+    ids, padding = padded_batch()
+    frozen = rewrite(routed, FreezeShapes(batch=3, length=13, padding=True))
+    flat = rewrite(frozen, FlattenTokenIndexing())
+    assert not [node for node in calls_of(flat.graph, gather_tokens) if len(node.args) < 3]
+    masks = [node.meta["val"].shape for node in calls_of(flat.graph, query_mask)]
+    assert sorted(map(tuple, masks)) == [(3, 1, 3, 13), (3, 1, 6, 13)]
+    with torch.no_grad():
+        real = padding.bool()
+        expected = routed(ids, padding).logits[real]
+        # Masks without padding take other kernels.
+        torch.testing.assert_close(flat(ids, padding).logits[real], expected, rtol=0, atol=2e-5)
+
+
+def test_key_positions_are_not_gathered():
+    """ALiBi is `[heads * B, 1, S]`: of every key, whoever asks."""
+    captured = capture(tiny_model("bloom"))
+    dense, _ = run_passes(captured, [ClassifyMasks()])
+    split = replace_blocks(captured, {1: BlockSplitter(dense).parts(1)})
+    routed, _ = run_passes(split, [ClassifyMasks(), InsertRouters(layers=((1, 0.5),), attend="all")])
+    block = block_calls(routed.graph)[1]
+    assert block.kwargs["alibi"] is block_calls(routed.graph)[0].kwargs["alibi"]
 
 
 @pytest.mark.parametrize("length", [2, 4, 13])

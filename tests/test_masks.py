@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from modify.ops.masks import causal_mask, gather_mask, padding_or_ones, token_mask
+from modify.ops.masks import causal_mask, gather_mask, padding_or_ones, query_mask, token_mask
 from modify.ops.routing import gather_tokens, select_predicted, select_topk
 
 LENGTH = 11
@@ -176,3 +176,38 @@ def test_padding_or_ones():
     ids = torch.zeros(2, 5, dtype=torch.int64)
     assert torch.equal(padding_or_ones(None, ids), torch.ones(2, 5, dtype=torch.int64))
     assert padding_or_ones(ids, ids) is ids
+
+
+@padding_named
+@windowed
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_query_mask_is_rows_of_the_dense_mask(padding, window, selection):
+    padding = PADDINGS[padding]
+    tokens = select(selection, padding)
+    dense = naive_causal(padding, window)
+    mask = query_mask(tokens, padding, hidden, window, torch.bool, False)
+    assert torch.equal(mask, gather_tokens(dense, tokens, 2))
+    added = query_mask(tokens, padding, hidden, window, torch.float32, False)
+    assert torch.equal(added == 0, mask)
+
+
+@pytest.mark.parametrize("padding", ["none", "whole", "right"])
+@windowed
+def test_query_mask_of_all_tokens_is_none_exactly_where_the_dense_mask_is(padding, window):
+    padding = PADDINGS[padding]
+    scores = torch.randn(3, LENGTH)
+    dense = causal_mask(padding, hidden, window, torch.bool, True)
+    mask = query_mask(select_topk(scores, 1.0, 1, padding), padding, hidden, window, torch.bool, True)
+    assert (mask is None) == (dense is None)
+    if mask is not None:
+        assert torch.equal(mask, dense)
+    fewer = select_topk(scores, 0.5, 1, padding)
+    assert query_mask(fewer, padding, hidden, window, torch.bool, True) is not None
+
+
+def test_query_mask_without_padding_does_not_ask_what_predictors_decided():
+    """One sequence must not change another's attention kernel; with few tokens all of them have a slot."""
+    for threshold in (-99.0, 0.0):
+        tokens = select_predicted(torch.randn(3, LENGTH), torch.tensor(threshold), 0.5, 1.25)
+        assert tokens.tokens.shape == (3, LENGTH)
+        assert query_mask(tokens, None, hidden, None, torch.bool, True) is not None

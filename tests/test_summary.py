@@ -52,6 +52,21 @@ def test_cache_is_what_the_model_would_keep(folder: Path) -> None:
     assert dense.cache_bytes == dense.dense_cache_bytes == mod.dense_cache_bytes == sum(full)
 
 
+def test_every_token_is_kept_where_all_are_attended_to(folder: Path, tmp_path: Path) -> None:
+    report = convert_checkpoint(
+        folder / "dense", tmp_path / "all", modify.MoDConfig(capacity=0.25, attend="all")
+    )
+    assert report.attend == "all"
+    assert report.record.splits == ((1, 1), (3, 1))
+    summary, compact = (summarize(path, length=64) for path in (tmp_path / "all", folder / "mod"))
+    assert (summary.attend, compact.attend) == ("all", "selected")
+    assert summarize(folder / "dense", length=64).attend is None
+    assert [block.cache_bytes for block in summary.blocks] == [summary.dense_cache_bytes // 4] * 4
+    # Two blocks of equal capacity; the keys and values of all tokens count to the block.
+    assert compact.blocks[3].flops < summary.blocks[3].flops < summary.blocks[0].flops
+    assert summary.flops == count_flops(load_any(tmp_path / "all").graph, 1, 64)
+
+
 def test_dense_checkpoint(folder: Path) -> None:
     summary = summarize(folder / "dense")
     assert not summary.converted

@@ -73,6 +73,39 @@ def token_mask(
     return _as_dtype(allowed.unsqueeze(1), dtype)
 
 
+def query_mask(
+    selection: Selection,
+    padding_mask: Tensor | None,
+    hidden: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    optional: bool,
+) -> Tensor | None:
+    """Return the mask of the selected tokens as queries against every token of the sequence: `causal_mask`'s rows.
+
+    Built from the positions of the selected tokens, so that no `S x S` mask exists.
+
+    Returns:
+        `[B, 1, k, S]`; None where `causal_mask` returns None and every token is selected, in order.
+    """
+    tokens, length = selection.tokens, hidden.shape[1]
+    if (
+        optional
+        and _all_real(padding_mask)
+        and (window is None or length < window)
+        and tokens.shape[1] == length
+        and _all_selected(selection, padding_mask)
+    ):
+        return None
+    position = torch.arange(length, device=tokens.device)
+    allowed = position <= tokens.unsqueeze(-1)
+    if window is not None:
+        allowed = allowed & (position > tokens.unsqueeze(-1) - window)
+    if padding_mask is not None:
+        allowed = allowed & (padding_mask != 0).unsqueeze(1)
+    return _as_dtype(allowed.unsqueeze(1), dtype)
+
+
 def gather_mask(mask: Tensor, selection: Selection) -> Tensor:
     """Gather rows and columns of a mask or bias that is neither causal nor a window, and hide fill-up slots.
 
@@ -97,6 +130,14 @@ def _all_real(padding_mask: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or isinstance(padding_mask, FakeTensor):
         return False  # its values cannot be read; a full mask is right whatever they are
     return bool((padding_mask != 0).all())
+
+
+def _all_selected(selection: Selection, padding_mask: Tensor | None) -> bool:
+    """Whether every slot of as many as there are tokens is selected."""
+    if selection.valid is None:
+        return True
+    # Without padding only predictors leave slots invalid; then one sequence must not change another's kernel.
+    return padding_mask is not None and bool(selection.valid.all())
 
 
 def _as_dtype(allowed: Tensor, dtype: torch.dtype) -> Tensor:
