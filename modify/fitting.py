@@ -96,7 +96,7 @@ def relative_error(values: list[Tensor], targets: list[Tensor], tokens: list[Ten
 
 
 def free_tokens(hidden: Tensor, keep_first: int) -> Tensor:
-    """Return `[B, S]` bool: which tokens may skip a block: all but the first `keep_first`, or all if no other is left."""
+    """Return `[B, S]` bool: which tokens may skip a block: not the first `keep_first`, unless there are no others."""
     free = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     if keep_first < hidden.shape[1]:
         free[:, :keep_first] = False
