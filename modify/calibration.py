@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.errors import ConfigError
-from modify.evaluation import find_tokenizer, membership, packed_rows
-from modify.fitting import fit_bypass, fit_predictor, fit_router, free_tokens, relative_error
+from modify.evaluation import find_tokenizer, packed_rows
+from modify.fitting import fit_block, fit_predictor, relative_error
 from modify.graph_walk import GraphWalk
 from modify.modeling import MoDForCausalLM
 from modify.ops.modules import Bypass
@@ -161,7 +161,7 @@ class _Calibration:
     def _dropped_block(self, index: int, targets: list[Tensor]) -> BlockCalibration:
         node = self.bypasses[index]
         hidden = self.routed.run_to(node.all_input_nodes[0])
-        fit_bypass(self._bypass(index), hidden, targets, [free_tokens(h, 0) for h in hidden])
+        fit_block(self._bypass(index), None, hidden, targets, 0.0, 0)
         error = relative_error(self.routed.run_to(node), targets)
         return BlockCalibration(
             index=index,
@@ -179,28 +179,21 @@ class _Calibration:
         capacity, keep_first = self.model.capacities[index], self.model.mod_config.keep_first
         router = self.model.get_submodule(f"routers.{index}")
         predictor = self.model.get_submodule(f"predictors.{index}")
-        hidden = skipped = self.routed.run_to(scores.all_input_nodes[0])
-        free = [free_tokens(h, keep_first) for h in hidden]
-        if index in self.bypasses:
-            fit_bypass(self._bypass(index), hidden, targets, free)
-            skipped = [self._bypass(index)(h) for h in hidden]
-        fit_router(router, hidden, skipped, targets, free)
-        chosen = [membership(s, capacity, keep_first) for s in self.routed.run_to(scores)]
-        skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
-        if index in self.bypasses and capacity < 1.0:
-            fit_bypass(self._bypass(index), hidden, targets, skips)
-            skipped = [self._bypass(index)(h) for h in hidden]
+        hidden = self.routed.run_to(scores.all_input_nodes[0])
+        fit = fit_block(self._bypass(index), router, hidden, targets, capacity, keep_first)
         return BlockCalibration(
             index=index,
             capacity=capacity,
-            skip_error_before=relative_error(hidden, targets, skips),
-            skip_error=relative_error(skipped, targets, skips),
-            predictor_accuracy=fit_predictor(predictor, router, hidden, chosen),
+            skip_error_before=relative_error(hidden, targets, fit.skips),
+            skip_error=relative_error(fit.skipped, targets, fit.skips),
+            predictor_accuracy=fit_predictor(predictor, router, hidden, fit.chosen),
             error=relative_error(self.routed.run_to(self.merges[index]), targets),
             threshold=None,
         )
 
-    def _bypass(self, index: int) -> Bypass:
+    def _bypass(self, index: int) -> Bypass | None:
+        if index not in self.bypasses:
+            return None
         bypass = self.model.get_submodule(f"bypasses.{index}")
         assert isinstance(bypass, Bypass)
         return bypass

@@ -238,7 +238,7 @@ def run_rows(
         for start in range(0, len(rows), batch_size):
             ids = rows[start : start + batch_size].long().to(device)
             output = model(ids, use_cache=False, **options)
-            total += _loss_sum(output.logits, ids)
+            total += loss_sum(output.logits, ids)
             routed = getattr(output, "routing", None) or {}
             if isinstance(model, MoDForCausalLM):
                 for index, block in routed.items():
@@ -302,7 +302,7 @@ def _evaluating(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-def _loss_sum(logits: Tensor, ids: Tensor) -> Tensor:
+def loss_sum(logits: Tensor, ids: Tensor) -> Tensor:
     """Sum of the next-token cross-entropies, in float64; only a part of the softmax exists at any time."""
     total = torch.zeros((), dtype=torch.float64)
     step = max(1, _LOGITS_AT_ONCE // logits.shape[-1])

@@ -6,16 +6,63 @@ dense model. `tokens` are bool masks `[B, S]` per batch: which tokens a fit look
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from modify.evaluation import membership
 from modify.least_squares import RidgeRegression
 from modify.ops.modules import Bypass, Predictor, Router
 
 # In units of a feature's variance; a tenth or ten times as much changes little.
 _RIDGE = 1e-2
 _PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFit:
+    """What `fit_block` leads to on the tokens that it saw.
+
+    Attributes:
+        chosen: bool masks `[B, S]` per batch: which tokens run.
+        skips: likewise, which tokens skip the block; tokens that always run are in neither.
+        skipped: `[B, S, D]` per batch, what tokens get that skip the block.
+    """
+
+    chosen: list[Tensor]
+    skips: list[Tensor]
+    skipped: list[Tensor]
+
+
+def fit_block(
+    bypass: Bypass | None,
+    router: nn.Module | None,
+    hidden: list[Tensor],
+    targets: list[Tensor],
+    capacity: float,
+    keep_first: int,
+) -> BlockFit:
+    """Fit the bypass to all tokens, the router to the errors that it leaves, and the bypass again to those that skip.
+
+    Args:
+        bypass: None where skipped tokens stay as they are.
+        router: None in a dropped block, of capacity 0.
+    """
+    free = [free_tokens(h, keep_first if capacity else 0) for h in hidden]
+    if bypass is not None:
+        fit_bypass(bypass, hidden, targets, free)
+    skipped = hidden if bypass is None else [bypass(h) for h in hidden]
+    if not capacity or router is None:
+        return BlockFit(chosen=[~token for token in free], skips=free, skipped=skipped)
+    fit_router(router, hidden, skipped, targets, free)
+    chosen = [membership(router(h), capacity, keep_first) for h in hidden]
+    skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
+    if bypass is not None and any(bool(mask.any()) for mask in skips):
+        fit_bypass(bypass, hidden, targets, skips)
+        skipped = [bypass(h) for h in hidden]
+    return BlockFit(chosen=chosen, skips=skips, skipped=skipped)
 
 
 def fit_bypass(bypass: Bypass, hidden: list[Tensor], targets: list[Tensor], tokens: list[Tensor]) -> None:

@@ -1,0 +1,393 @@
+"""Which blocks to route, and at what capacity: chosen by what each choice costs in loss per operation saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+
+from modify.block_costs import flops_by_block
+from modify.blocks import evaluation_mode
+from modify.calibration import spread_indices
+from modify.capture import model_device
+from modify.config import MoDConfig
+from modify.errors import ConfigError
+from modify.evaluation import find_tokenizer, loss_sum, packed_rows
+from modify.fitting import fit_block
+from modify.modeling import MoDForCausalLM
+from modify.ops.modules import Bypass
+from modify.passes.base import merges_of, routing_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LADDER = (0.5, 0.25, 0.125, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One choice of the search: a block's capacity is lowered.
+
+    Attributes:
+        block: its index.
+        capacity: what it is lowered to; 0 drops the block.
+        loss: mean cross-entropy on the calibration text after this step, in nats per token.
+        flops_ratio: operations of the whole model after this step, relative to the dense model's.
+    """
+
+    block: int
+    capacity: float
+    loss: float
+    flops_ratio: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What `select_blocks` chose.
+
+    Attributes:
+        config: the options that it started from, with `layers` and `capacity` filled in.
+        dense_loss: of the dense model on the same text, in nats per token.
+        alone: by block, what lowering it alone to the first capacity of the ladder adds to the loss.
+        steps: the choices, in order.
+        flops_ratio: operations of the chosen model, relative to the dense model's.
+    """
+
+    config: MoDConfig
+    dense_loss: float
+    alone: dict[int, float]
+    steps: tuple[Step, ...]
+    flops_ratio: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {
+            "config": self.config.to_dict(),
+            "dense_loss": self.dense_loss,
+            "alone": {str(index): loss for index, loss in self.alone.items()},
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "flops_ratio": self.flops_ratio,
+        }
+
+
+def select_blocks(
+    model: PreTrainedModel,
+    config: MoDConfig,
+    data: Any,
+    *,
+    flops: float,
+    capacities: Sequence[float] = LADDER,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    length: int = 512,
+    rows: int = 16,
+    batch_size: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> Selection:
+    """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
+
+    A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
+    block's bypass and router are fitted in closed form on one half of the rows, and the rest of the model is run on the
+    other half. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
+    so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
+    Minoux 1978). A block that the model cannot spare is thus never lowered.
+
+    Args:
+        model: a dense Hugging Face causal LM with its weights; left as it is.
+        config: everything but `layers`, `every` and `capacity`, which are chosen.
+        data: what `modify.data.pack` takes, or a `PackedDataset`.
+        flops: the target, a share of the dense model's operations in (0, 1), for rows of this length. Keys and values
+            of all tokens, bypasses, routers, predictors and the head are counted.
+        capacities: the ladder, descending; 0 drops a block.
+        tokenizer: for text; by default the one in the model's checkpoint directory.
+        length: tokens per row; a `PackedDataset` has its own.
+        rows: how many rows to use, spread evenly over the data; half of them to fit, half to measure.
+        batch_size: rows per forward pass.
+        progress: called with (operations saved, operations to save), in thousandths of the dense model's.
+
+    Raises:
+        ConfigError: a number is out of range, no block can be routed, or the target cannot be reached.
+        CaptureError: the model cannot be captured.
+        DataError: the data cannot be read, is shorter than two rows, or does not fit the model.
+    """
+    _check(flops, capacities, rows, batch_size)
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
+    if len(packed) < 2:
+        raise ConfigError("selecting blocks needs at least two rows of text; give more, or a smaller length")
+    chosen = packed[spread_indices(len(packed), rows)]
+    everything = dataclasses.replace(
+        config, every=1, layers=None, first_dense=0, last_dense=0, capacity=max(capacities[0], 0.5)
+    )
+    routed = MoDForCausalLM.from_dense(model, everything)
+    with evaluation_mode(routed), torch.no_grad():
+        search = _Search(routed, chosen, batch_size, tuple(capacities))
+        dense_loss, steps = search.loss, []
+        saved, wanted = 0.0, 1.0 - flops
+        for step in search.steps():
+            steps.append(step)
+            saved = 1.0 - step.flops_ratio
+            if progress is not None:
+                progress(round(1000 * min(saved, wanted)), round(1000 * wanted))
+            if saved >= wanted:
+                break
+        else:
+            raise ConfigError(
+                f"flops={flops} cannot be reached: with every block lowered as far as capacities allow, the model "
+                f"takes {1.0 - saved:.3f} of the dense model's operations"
+            )
+    layers = dict(sorted(search.state.items()))
+    return Selection(
+        config=dataclasses.replace(
+            config, layers=tuple(layers), capacity=tuple(layers.values()), first_dense=0, last_dense=0
+        ),
+        dense_loss=dense_loss,
+        alone=search.alone,
+        steps=tuple(steps),
+        flops_ratio=steps[-1].flops_ratio,
+    )
+
+
+def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int) -> None:
+    if not 0.0 < flops < 1.0:
+        raise ConfigError(
+            f"flops must lie between 0 and 1, got {flops}; 0.67 saves a third of the operations"
+        )
+    if not capacities or any(not 0.0 <= value < 1.0 for value in capacities):
+        raise ConfigError(f"capacities must lie in [0, 1), got {list(capacities)}")
+    if sorted(set(capacities), reverse=True) != list(capacities):
+        raise ConfigError(f"capacities must descend, got {list(capacities)}")
+    for name, value, least in (("rows", rows, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+class _Segments:
+    """Runs a converted graph in segments: from the hidden states before one block to those before the next.
+
+    What does not depend on hidden states (rotary tables, masks) is computed once per batch and kept.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, first: fx.Node, logits: fx.Node) -> None:
+        """`first` is the node of the hidden states before the first block."""
+        self._interpreter = fx.Interpreter(graph_module)
+        needed = {logits}
+        for node in reversed(graph_module.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        self._nodes = [
+            node for node in graph_module.graph.nodes if node in needed or node.op == "placeholder"
+        ]
+        self._position = {node: position for position, node in enumerate(self._nodes)}
+        self._later = {first}
+        for node in self._nodes:
+            if not self._later.isdisjoint(node.all_input_nodes):
+                self._later.add(node)
+        self._first = first
+
+    def begin(self, ids: Tensor) -> tuple[dict[fx.Node, Any], Tensor]:
+        """Return what every segment of this batch needs, and the hidden states before the first block."""
+        inputs = {"input_ids": ids, "attention_mask": None}
+        values: dict[fx.Node, Any] = {}
+        self._interpreter.env = values
+        for node in self._nodes:
+            if node.op == "placeholder":
+                values[node] = inputs[node.target]
+            elif node is self._first or node not in self._later:
+                values[node] = self._interpreter.run_node(node)
+        return values, values.pop(self._first)
+
+    def run(
+        self, context: dict[fx.Node, Any], start: fx.Node, hidden: Tensor, stops: Sequence[fx.Node]
+    ) -> list[Tensor]:
+        """Return the values of `stops`, given that of `start`: what lies between them is run."""
+        values = context | {start: hidden}
+        self._interpreter.env = values
+        last = max(self._position[stop] for stop in stops)
+        for node in self._nodes[self._position[start] + 1 : last + 1]:
+            if node in self._later:
+                values[node] = self._interpreter.run_node(node)
+        return [values[stop] for stop in stops]
+
+
+class _Search:
+    """The model under search: how far each block is lowered, and the hidden states that this leads to.
+
+    Fits are made on the first `fitted` batches, losses measured on the others.
+    """
+
+    def __init__(
+        self, model: MoDForCausalLM, rows: Tensor, batch_size: int, capacities: tuple[float, ...]
+    ) -> None:
+        self.model, self.capacities = model, capacities
+        graph = model.graph
+        routing: dict[int, Any] = dict(routing_of(graph.graph))
+        self.selections: dict[int, fx.Node] = {index: route.args[1] for index, route in routing.items()}
+        self.entries: dict[int, fx.Node] = {
+            index: route.args[0].all_input_nodes[0] for index, route in routing.items()
+        }
+        self.merges = merges_of(graph.graph)
+        result: Any = graph.graph.output_node().args[0]
+        self.logits: fx.Node = result.args[0]
+        self.blocks = list(self.entries)
+        self.state: dict[int, float] = {}
+        self.alone: dict[int, float] = {}
+        self._count_flops(graph, rows.shape[1])
+        self.segments = _Segments(graph, self.entries[self.blocks[0]], self.logits)
+        device = model_device(model)
+        halves = rows[0::2], rows[1::2]
+        self.batches = [
+            half[start : start + batch_size].long().to(device)
+            for half in halves
+            for start in range(0, len(half), batch_size)
+        ]
+        self.fitted = len(range(0, len(halves[0]), batch_size))
+        self.targets_of_loss = halves[1].numel() - len(halves[1])
+        begun = [self.segments.begin(ids) for ids in self.batches]
+        self.contexts = [context for context, _ in begun]
+        self.hidden = {self.blocks[0]: [hidden for _, hidden in begun]}
+        self.targets: dict[int, list[Tensor]] = {}
+        self.loss = self._refresh(self.blocks[0])
+
+    def steps(self) -> Iterator[Step]:
+        """Lower one block after another; each step is yielded when it is taken."""
+        candidates: list[
+            tuple[float, int, float, int]
+        ] = []  # loss per share of operations; measured at which step
+
+        def measure(index: int, capacity: float, step: int) -> float:
+            loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
+            heapq.heappush(candidates, (loss / saved, index, capacity, step))
+            return loss
+
+        for index in self.blocks:
+            if (first := self._next_capacity(index)) is not None:
+                self.alone[index] = measure(index, first, 0)
+        step = 0
+        while candidates:
+            rate, index, capacity, measured = heapq.heappop(candidates)
+            if measured != step:
+                measure(index, capacity, step)
+                continue
+            step += 1
+            self._set(index, capacity)
+            self.loss = self._refresh(index)
+            yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
+            if (following := self._next_capacity(index)) is not None:
+                # Not measured yet; it will hardly cost less than the step before it.
+                heapq.heappush(candidates, (rate, index, following, -1))
+
+    def _next_capacity(self, index: int) -> float | None:
+        """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
+        lower = [
+            c for c in self.capacities if c < self.state.get(index, 1.0) and self._saving(index, c) > 0.0
+        ]
+        return lower[0] if lower else None
+
+    def _saving(self, index: int, capacity: float) -> float:
+        now = self.flops[index, self.state.get(index, 1.0)]
+        return (now - self.flops[index, capacity]) / self.dense_flops
+
+    def _flops_ratio(self) -> float:
+        saved = sum(
+            self.flops[index, 1.0] - self.flops[index, capacity] for index, capacity in self.state.items()
+        )
+        return 1.0 - saved / self.dense_flops
+
+    def _count_flops(self, graph: fx.GraphModule, length: int) -> None:
+        """Count each block's operations at each capacity, on shapes."""
+        dense = flops_by_block(self.model.dense_graph, 1, length)
+        self.dense_flops = sum(dense.values())
+        self.flops = {(index, 1.0): dense[index] for index in self.blocks}
+        for capacity in self.capacities:
+            for index in self.blocks:
+                self.selections[index].update_arg(1, capacity or self.capacities[0])
+            counted = flops_by_block(graph, 1, length)
+            for index in self.blocks:
+                self.flops[index, capacity] = (
+                    counted[index] if capacity else self._bypass_flops(index, length)
+                )
+        for index in self.blocks:
+            self.selections[index].update_arg(1, 1.0)
+
+    def _bypass_flops(self, index: int, length: int) -> int:
+        bypass = self._bypass(index)
+        return 0 if bypass is None else 2 * length * (bypass.down.weight.numel() + bypass.up.weight.numel())
+
+    def _bypass(self, index: int) -> Bypass | None:
+        module = getattr(self.model, "bypasses", None)
+        return None if module is None else module.get_submodule(str(index))
+
+    def _set(self, index: int, capacity: float) -> None:
+        if capacity < 1.0:
+            self.state[index] = capacity
+        else:
+            self.state.pop(index, None)
+        self.selections[index].update_arg(1, capacity or 1.0)
+
+    def _try(self, index: int, capacity: float) -> float:
+        """Return the loss with one block lowered further, and leave everything as it was."""
+        before = self.state.get(index, 1.0)
+        modules = [m for m in (self._bypass(index), self.model.get_submodule(f"routers.{index}")) if m]
+        saved = [{name: tensor.clone() for name, tensor in m.state_dict().items()} for m in modules]
+        self._set(index, capacity)
+        self._fit(index)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in range(self.fitted, len(self.batches)):
+            hidden = self.hidden[index][batch]
+            for block in self.blocks[self.blocks.index(index) :]:
+                hidden, _ = self._segment(block, batch, hidden)
+            total += loss_sum(hidden, self.batches[batch])
+        self._set(index, before)
+        for module, state in zip(modules, saved, strict=True):
+            module.load_state_dict(state)
+        return float(total) / self.targets_of_loss
+
+    def _refresh(self, first: int) -> float:
+        """Run everything from block `first` on, fit the lowered blocks on the way, and return the loss."""
+        total = torch.zeros((), dtype=torch.float64)
+        for index in self.blocks[self.blocks.index(first) :]:
+            if index in self.state:
+                self._fit(index)
+            following: list[Tensor] = []
+            outputs: list[Tensor] = []
+            for batch in range(len(self.batches)):
+                hidden, behind = self._segment(index, batch, self.hidden[index][batch])
+                if index != self.blocks[-1]:
+                    following.append(hidden)
+                elif batch >= self.fitted:
+                    total += loss_sum(hidden, self.batches[batch])
+                outputs.append(behind)
+            if index != self.blocks[-1]:
+                self.hidden[self.blocks[self.blocks.index(index) + 1]] = following
+            self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
+        return float(total) / self.targets_of_loss
+
+    def _segment(self, index: int, batch: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a block, and return the hidden states before the next one (or the logits), and those right behind it."""
+        start, merge = self.entries[index], self.merges[index]
+        last = index == self.blocks[-1]
+        if self.state.get(index) == 0.0:
+            bypass = self._bypass(index)
+            start, hidden = merge, hidden if bypass is None else bypass(hidden)
+        if last and batch < self.fitted:
+            stop = merge
+        else:
+            stop = self.logits if last else self.entries[self.blocks[self.blocks.index(index) + 1]]
+        result, behind = self.segments.run(self.contexts[batch], start, hidden, (stop, merge))
+        return result, behind
+
+    def _fit(self, index: int) -> None:
+        """Fit a lowered block's bypass and router, as calibration will."""
+        hidden, targets = self.hidden[index][: self.fitted], self.targets[index]
+        fit_block(
+            self._bypass(index),
+            self.model.get_submodule(f"routers.{index}"),
+            hidden,
+            targets,
+            self.state[index],
+            self.model.mod_config.keep_first,
+        )

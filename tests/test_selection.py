@@ -1,0 +1,110 @@
+"""Which blocks are routed, and at what capacity: the search by measured loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from families import tiny_model
+
+import modify
+from modify.data import PackedDataset
+from modify.errors import ConfigError
+from modify.evaluation import run_rows
+from modify.flops import count_flops
+from modify.selection import select_blocks
+
+LENGTH = 24
+CONFIG = modify.MoDConfig(bypass="linear", bypass_rank=2, predictor_hidden=2)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """A model whose block 1 does nothing, and whose block 2 nearly everything."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for name, factor in (("self_attn.o_proj", 0.0), ("mlp.down_proj", 0.0)):
+            model.model.layers[1].get_submodule(name).weight.mul_(factor)
+        for parameter in (model.model.layers[2].mlp.down_proj.weight, model.lm_head.weight):
+            parameter.mul_(20.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def rows(dense) -> PackedDataset:
+    """Text that the dense model wrote: what changes the model costs loss."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 99, (12, 1), generator=generator)
+    while ids.shape[1] < LENGTH:
+        chances = dense(ids, use_cache=False).logits[:, -1].softmax(dim=-1)
+        ids = torch.cat([ids, chances.multinomial(1, generator=generator)], dim=1)
+    return PackedDataset(ids.flatten().numpy(), LENGTH)
+
+
+@pytest.fixture(scope="module")
+def selection(dense, rows):
+    return select_blocks(dense, CONFIG, rows, flops=0.75, rows=12, batch_size=5)
+
+
+def test_a_block_that_does_nothing_goes_first_and_altogether(selection):
+    assert selection.steps[0].block == 1
+    assert selection.config.routed_layers(4)[1] == 0.0
+    assert abs(selection.alone[1]) < 1e-6
+    assert selection.alone[2] == max(selection.alone.values())
+
+
+def test_the_target_is_met_and_counted_as_the_converted_model_counts(dense, rows, selection):
+    assert selection.steps[-2].flops_ratio > 0.75 >= selection.flops_ratio
+    model = modify.MoDForCausalLM.from_dense(dense, selection.config)
+    ratio = count_flops(model.graph, 1, LENGTH) / count_flops(model.dense_graph, 1, LENGTH)
+    assert ratio == pytest.approx(selection.flops_ratio, rel=1e-9)
+
+
+def test_losses_are_those_of_the_calibrated_model(dense, rows, selection):
+    """The search's own arithmetic, from cached hidden states, against a whole model fitted on the same rows."""
+    from modify.calibration import calibrate
+
+    measured = rows.rows[1::2]
+    assert selection.dense_loss == pytest.approx(run_rows(dense, measured, "dense", 4)[0], rel=1e-6)
+    model = modify.MoDForCausalLM.from_dense(dense, selection.config)
+    fitted = PackedDataset(rows.rows[0::2].flatten().numpy(), LENGTH)
+    calibrate(model, fitted, rows=len(fitted), batch_size=5)
+    loss, _ = run_rows(model, measured, "topk", 4)
+    assert selection.steps[-1].loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("attend", ["selected", "all"])
+@pytest.mark.parametrize("bypass", ["identity", "linear"])
+def test_every_kind_of_conversion(dense, rows, attend, bypass):
+    config = dataclasses.replace(CONFIG, attend=attend, bypass=bypass)
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    selection = select_blocks(dense, config, rows, flops=0.8, capacities=(0.5, 0.25), rows=6)
+    assert set(selection.config.capacity) <= {0.5, 0.25}
+    assert selection.flops_ratio <= 0.8
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flops": 1.0}, "flops must lie between 0 and 1, got 1.0"),
+        ({"flops": 0.5, "capacities": ()}, r"capacities must lie in \[0, 1\), got \[\]"),
+        ({"flops": 0.5, "capacities": (0.25, 0.5)}, "capacities must descend"),
+        ({"flops": 0.5, "rows": 1}, "rows must be at least 2, got 1"),
+        ({"flops": 0.2, "capacities": (0.9,)}, r"flops=0.2 cannot be reached.*takes 0\.8"),
+    ],
+)
+def test_what_cannot_be_is_refused(dense, rows, options, message):
+    with pytest.raises(ConfigError, match=message):
+        select_blocks(dense, CONFIG, rows, **{"rows": 4} | options)
+
+
+def test_the_result_is_json(selection):
+    import json
+
+    values = json.loads(json.dumps(selection.to_dict()))
+    assert modify.MoDConfig.from_dict(values["config"]) == selection.config
+    assert math.isfinite(values["steps"][-1]["loss"])
