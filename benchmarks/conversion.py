@@ -32,7 +32,7 @@ source, output = map(Path, sys.argv[1:3])
 start = time.perf_counter()
 graph = modify.capture(modify.checkpoint.skeleton(modify.checkpoint.read_dense_config(source)))
 capture = time.perf_counter() - start
-report = modify.checkpoint.convert_checkpoint(source, output, modify.MoDConfig())
+report = modify.conversion.convert_checkpoint(source, output, modify.MoDConfig())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({
     "capture_s": capture,

@@ -71,6 +71,19 @@ class Terminal:
             yield lambda done, total: live.update(task, completed=done, total=total)
 
     @contextmanager
+    def phases(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a bar per phase; yields a function of (the phase's name, steps done, steps in all)."""
+        with self._live(BarColumn(), MofNCompleteColumn()) as live:
+            tasks: dict[str, Any] = {}
+
+            def report(phase: str, done: int, total: int) -> None:
+                if phase not in tasks:
+                    tasks[phase] = live.add_task(phase, total=total)
+                live.update(tasks[phase], completed=done, total=total)
+
+            yield report
+
+    @contextmanager
     def stages(self, title: str) -> Iterator[Callable[[str], None]]:
         """Show what goes on; yields a function of the name of each stage as it begins."""
         with self._live() as live:

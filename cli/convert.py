@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,11 +18,17 @@ from modify.cli.options import (
     parse_layers,
 )
 from modify.config import AttendKind, BypassKind, GateKind, MoDConfig, PredictorKind, RoutingKind
+from modify.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from modify.checkpoint import ConversionReport
+    from modify.calibration import CalibrationReport
+    from modify.conversion import ConversionReport
+    from modify.selection import Selection as BlockSelection
+
+Select = Literal["interleaved", "sensitivity"]
+_CALIBRATION = "Calibration"
 
 
 def convert(
@@ -59,12 +65,61 @@ def convert(
         GateKind, typer.Option(help="What multiplies a block's update; tanh starts as the dense model.")
     ] = "tanh",
     bypass: Annotated[
-        BypassKind,
+        BypassKind | None,
         typer.Option(
-            help="What a token gets that skips a block: its hidden state, or a low-rank map of it, to be fitted."
+            help="What a token gets that skips a block: its hidden state, or a low-rank map of it, fitted by "
+            "--calibrate. By default identity, and linear with --calibrate.",
+            show_default=False,
         ),
-    ] = "identity",
+    ] = None,
     bypass_rank: Annotated[int, typer.Option(help="Rank of the linear bypass.")] = 64,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Fit bypasses, routers and predictors on this text, a .txt or .jsonl file, a glob, or pydoc. "
+            "Repeatable. The linear bypass is then the default.",
+            show_default=False,
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    select: Annotated[
+        Select,
+        typer.Option(
+            help="Route the blocks that --every or --layers names, or choose blocks and capacities by what they cost "
+            "on the text of --calibrate.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = "interleaved",
+    flops: Annotated[
+        float | None,
+        typer.Option(
+            help="With --select sensitivity: share of the dense model's operations to come down to.",
+            show_default=False,
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    capacities: Annotated[
+        str,
+        typer.Option(
+            metavar="LADDER",
+            help="With --select sensitivity: what a block may be lowered to, step by step; 0 drops it.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = "0.5,0.25,0.125,0",
+    calibration_rows: Annotated[
+        int, typer.Option(help="Rows of the text to fit on.", rich_help_panel=_CALIBRATION)
+    ] = 64,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            "--seq-len",
+            help="Tokens per row; by default 512, or the model's context where that is shorter.",
+            show_default=False,
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
     keep_first: Annotated[
         int, typer.Option(help="Number of tokens at the start of a sequence that every block runs.")
     ] = 1,
@@ -97,6 +152,8 @@ def convert(
 
       modify convert SmolLM2-135M/ out/ --attend all
 
+      modify convert SmolLM2-135M/ out/ --attend all --calibrate text.txt --select sensitivity --flops 0.67
+
       modify convert Qwen3-0.6B/ out/ --every 4 --first-dense 2 --last-dense 2
     """
     terminal = Terminal(as_json=json, verbose=verbose)
@@ -108,7 +165,7 @@ def convert(
         last_dense=last_dense,
         attend=attend,
         gate=gate,
-        bypass=bypass,
+        bypass=bypass or ("linear" if calibrate else "identity"),
         bypass_rank=bypass_rank,
         keep_first=keep_first,
         routing=routing,
@@ -117,11 +174,41 @@ def convert(
         predictor_slack=predictor_slack,
         seed=seed,
     )
-    from modify.checkpoint import convert_checkpoint
+    _check_selection(select, flops, calibrate)
+    from modify.calibration import CalibrationOptions
+    from modify.conversion import convert_checkpoint
 
-    with terminal.progress("checking blocks") as progress:
-        report = convert_checkpoint(src, out, config, overwrite=overwrite, progress=progress)
-    terminal.result(report.to_dict(), conversion_table(report), f"{out}: written in {report.seconds:.1f} s")
+    options = None
+    if calibrate:
+        ladder = parse_capacity(capacities, "--capacities")
+        options = CalibrationOptions(
+            data=calibrate,
+            flops=flops,
+            capacities=ladder if isinstance(ladder, tuple) else (ladder,),
+            rows=calibration_rows,
+            length=length,
+        )
+    with terminal.phases() as progress:
+        report = convert_checkpoint(
+            src, out, config, calibration=options, overwrite=overwrite, progress=progress
+        )
+    views = [conversion_table(report)]
+    if report.selection is not None:
+        views.insert(0, selection_table(report.selection))
+    if report.calibration is not None:
+        views.append(calibration_table(report.calibration))
+    terminal.result(report.to_dict(), *views, f"{out}: written in {report.seconds:.1f} s")
+
+
+def _check_selection(select: Select, flops: float | None, calibrate: list[str] | None) -> None:
+    if select == "sensitivity" and not calibrate:
+        raise ConfigError("--select sensitivity measures on text: give it with --calibrate")
+    if select == "sensitivity" and flops is None:
+        raise ConfigError("--select sensitivity needs a target: give it with --flops, such as --flops 0.67")
+    if select != "sensitivity" and flops is not None:
+        raise ConfigError(
+            "--flops is the target of --select sensitivity: give that too, or leave --flops out"
+        )
 
 
 def conversion_table(report: ConversionReport) -> Table:
@@ -141,4 +228,49 @@ def conversion_table(report: ConversionReport) -> Table:
             made.add_row(str(index), percent(capacity) if capacity else "dropped", "")
         else:
             made.add_row(str(index), "dense", report.dense_reasons[index])
+    return made
+
+
+def selection_table(selection: BlockSelection) -> Table:
+    """Return the steps of the search, in order."""
+    made = table(
+        f"chosen on text where the dense model's loss is {selection.dense_loss:.3f}; "
+        f"{percent(selection.flops_ratio)} of its operations",
+        "step",
+        "block",
+        "capacity",
+        "loss added",
+        "operations",
+        left=0,
+    )
+    for number, step in enumerate(selection.steps, 1):
+        made.add_row(
+            str(number),
+            str(step.block),
+            percent(step.capacity) if step.capacity else "dropped",
+            f"{step.loss - selection.dense_loss:+.3f}",
+            percent(step.flops_ratio),
+        )
+    return made
+
+
+def calibration_table(report: CalibrationReport) -> Table:
+    """Return each block's error, before and after."""
+    made = table(
+        f"fitted on {report.tokens:,} tokens; errors of hidden states, relative to the dense model's",
+        "block",
+        "skipped, as they are",
+        "skipped, fitted",
+        "all tokens",
+        "predictor right",
+        left=0,
+    )
+    for block in report.blocks:
+        made.add_row(
+            str(block.index),
+            f"{block.skip_error_before:.3f}",
+            f"{block.skip_error:.3f}",
+            f"{block.error:.3f}",
+            "" if block.predictor_accuracy is None else percent(block.predictor_accuracy),
+        )
     return made

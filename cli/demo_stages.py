@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 import modify
-from modify.checkpoint import convert_checkpoint, load_any, load_dense, load_tokenizer, unpack_gguf
+from modify.checkpoint import load_any, load_dense, load_tokenizer, unpack_gguf
 from modify.cli.console import Stopwatch, Terminal
 from modify.cli.demo_inputs import fast_precision, smollm2, split_pydoc
 from modify.config import MoDConfig
+from modify.conversion import convert_checkpoint
 from modify.data import PackedDataset, pack
 from modify.dense import dense_graph
 from modify.errors import ConfigError
@@ -160,7 +161,7 @@ class Demo:
         return {"source": str(source)}
 
     def _convert(self, config: MoDConfig) -> dict[str, Any]:
-        with self.terminal.progress("checking blocks") as progress:
+        with self.terminal.phases() as progress:
             report = convert_checkpoint(self.dense, self.converted, config, overwrite=True, progress=progress)
         return report.to_dict()
 

@@ -72,8 +72,8 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
-def parse_capacity(text: str) -> float | tuple[float, ...]:
-    """Read one capacity, or one per routed block with commas between.
+def parse_capacity(text: str, option: str = "--capacity") -> float | tuple[float, ...]:
+    """Read one capacity, or several with commas between.
 
     Raises:
         ConfigError: it is no number.
@@ -82,6 +82,6 @@ def parse_capacity(text: str) -> float | tuple[float, ...]:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"--capacity: {text!r} is no number; write it like 0.125, or 0.125,0.25,.. with one per routed block"
+            f"{option}: {text!r} is no number; write it like 0.125, or several with commas between, like 0.5,0.25"
         ) from None
     return values[0] if len(values) == 1 else values

@@ -25,6 +25,29 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationOptions:
+    """How `modify.conversion.convert_checkpoint` calibrates what it converts.
+
+    Args:
+        data: calibration text, what `modify.data.pack` takes.
+        flops: choose blocks and capacities by measured sensitivity until the model takes no more than this share of the
+            dense model's operations, see `modify.selection.select_blocks`; None routes the blocks that the `MoDConfig`
+            names.
+        capacities: what blocks may be lowered to; None for the default ladder.
+        rows: of the data, spread evenly over it.
+        length: tokens per row; None for 512, or the model's context where that is shorter.
+        batch_size: rows per forward pass.
+    """
+
+    data: Any
+    flops: float | None = None
+    capacities: tuple[float, ...] | None = None
+    rows: int = 64
+    length: int | None = None
+    batch_size: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCalibration:
     """What calibration did for one block. Errors are of hidden states behind the block, against the dense model's.
 

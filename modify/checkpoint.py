@@ -1,20 +1,10 @@
-"""Converting checkpoints on disk: from a Hugging Face directory or a `.gguf` file to a converted directory.
-
-The dense weights are never loaded and never rewritten: the graph is built with parameters on the meta device, the
-shards are hard-linked (or copied), and routers, predictors and gates go into one extra file, `mod.safetensors`, beside
-them. That file is not listed in the shards' index, so that transformers reads the dense weights of a converted
-directory exactly as it reads the dense model's, with everything it knows about them (renamed and fused tensors,
-quantisation, device maps).
-"""
+"""Checkpoints on disk, dense and converted: reading their configs, checking and loading their weights."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -33,127 +22,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from modify.config import MoDConfig
-from modify.convert import ConversionRecord, convert
 from modify.errors import CheckpointError, first_line
-from modify.modeling import MOD_WEIGHTS, MoDForCausalLM, MoDModelConfig, mod_state_dict, model_config
-from modify.passes.base import block_calls
-from modify.storage import atomic_directory, check_apart, link_or_copy
+from modify.modeling import MoDForCausalLM, MoDModelConfig
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Weights in other formats, and code: neither is copied into a converted checkpoint.
-_LEFT_BEHIND = {
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ot",
-    ".py",
-    ".pyc",
-    ".safetensors",
-}
-_REWRITTEN = {"config.json", _INDEX}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionReport:
-    """What `convert_checkpoint` did.
-
-    Attributes:
-        source: the dense checkpoint.
-        output: the converted directory.
-        num_blocks: decoder blocks of the model.
-        capacities: capacity of every routed block, by index.
-        dense_reasons: why blocks that were asked for stay dense, by index.
-        attend: what the selected tokens attend to, see `MoDConfig`.
-        record: the conversion record that the checkpoint holds.
-        seconds: wall time, and `copy_seconds` of them for linking or copying files and unpacking GGUF.
-        copy_seconds: see above.
-    """
-
-    source: str
-    output: str
-    num_blocks: int
-    capacities: dict[int, float]
-    dense_reasons: dict[int, str]
-    attend: str
-    record: ConversionRecord
-    seconds: float
-    copy_seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {"record": self.record.to_dict()}
-
-
-def convert_checkpoint(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    config: MoDConfig,
-    *,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> ConversionReport:
-    """Convert a dense checkpoint on disk.
-
-    Memory use does not grow with the checkpoint: weights stay on disk, and blocks are checked one at a time, with
-    random weights, since what the compaction check tells does not depend on the weights. A `.gguf` file is first
-    unpacked, which takes its model's memory in float32.
-
-    Args:
-        source: a Hugging Face directory with safetensors weights (sharded or not), or a `.gguf` file.
-        output: directory to create; it appears when complete, or not at all.
-        config: which blocks to route, and how.
-        overwrite: replace an existing converted directory.
-        progress: called with (blocks checked, blocks to check).
-
-    Raises:
-        CheckpointError: the source is missing, damaged, or of a kind that cannot be converted.
-        CaptureError: the model cannot be captured.
-        ConfigError: the config does not fit the model, or no block can be routed.
-        StorageError: the output exists or cannot be written.
-    """
-    start = time.perf_counter()
-    path = Path(source)
-    check_apart(path, output)
-    with atomic_directory(output, overwrite=overwrite) as directory:
-        copy_start = time.perf_counter()
-        if path.suffix == ".gguf":
-            unpack_gguf(path, directory)
-            shards_at = directory
-        else:
-            check_weights(path)
-            shards_at = path
-        copy_seconds = time.perf_counter() - copy_start
-        dense_config = read_dense_config(shards_at)
-        model = skeleton(dense_config)
-        check_shapes(shards_at, model)
-        graph = convert(model, config, progress=progress)
-        copy_start = time.perf_counter()
-        if shards_at is not directory:
-            _reuse_files(path, directory)
-        copy_seconds += time.perf_counter() - copy_start
-        save_file(mod_state_dict(graph), directory / MOD_WEIGHTS, metadata={"format": "pt"})
-        model_config(dense_config, graph).save_pretrained(directory)
-    record: ConversionRecord = graph.meta["conversion_record"]
-    reasons = dict(record.unroutable)
-    return ConversionReport(
-        source=str(path),
-        output=os.fspath(output),
-        num_blocks=len(block_calls(graph.meta["dense_graph"].graph)),
-        capacities={index: capacity for index, capacity in record.layers if index not in reasons},
-        dense_reasons=reasons,
-        attend=config.attend,
-        record=record,
-        seconds=time.perf_counter() - start,
-        copy_seconds=copy_seconds,
-    )
 
 
 def load_dense(path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -292,14 +165,14 @@ def check_weights(path: Path) -> list[Path]:
             f"{path} is no directory and no .gguf file; give the directory that holds config.json"
         )
     _config_json(path)
-    if (path / _INDEX).exists():
+    if (path / INDEX).exists():
         try:
-            weight_map: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+            weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
             if not all(isinstance(name, str) for name in weight_map.values()):
                 raise TypeError("weight_map must map tensor names to file names")
         except (json.JSONDecodeError, KeyError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{path / _INDEX} is damaged: {first_line(error)}; download it again"
+                f"{path / INDEX} is damaged: {first_line(error)}; download it again"
             ) from error
         shards = {name: path / name for name in sorted(set(weight_map.values()))}
     elif (path / _SINGLE).exists():
@@ -311,15 +184,15 @@ def check_weights(path: Path) -> list[Path]:
                 f"{path} has only pickled weights ({pickled[0]}), which can run code when loaded; "
                 "save the model again as safetensors"
             )
-        raise CheckpointError(f"{path} has no weights: neither {_SINGLE} nor {_INDEX} is there")
+        raise CheckpointError(f"{path} has no weights: neither {_SINGLE} nor {INDEX} is there")
     for name, shard in shards.items():
         if not shard.exists():
-            raise CheckpointError(f"{shard} is missing, but {_INDEX} names it; download it again")
+            raise CheckpointError(f"{shard} is missing, but {INDEX} names it; download it again")
         held = set(_header(shard))
         absent = sorted(tensor for tensor, file in weight_map.items() if file == name and tensor not in held)
         if absent:
             raise CheckpointError(
-                f"{shard} lacks tensor {absent[0]}, which {_INDEX} says it holds; download it again"
+                f"{shard} lacks tensor {absent[0]}, which {INDEX} says it holds; download it again"
             )
     return list(shards.values())
 
@@ -380,21 +253,6 @@ def _load_gguf(path: Path) -> PreTrainedModel:
     if epsilon is not None:
         model.config.rms_norm_eps = float(f"{epsilon:.6g}")  # GGUF keeps it in float32: 9.99999974e-06
     return model.eval()
-
-
-def _reuse_files(source: Path, directory: Path) -> None:
-    """Link the shards and their index as they are, and copy the small files (tokenizer, generation config, license)."""
-    shards = {shard.name for shard in check_weights(source)}
-    for file in sorted(source.iterdir()):
-        if file.name in shards or file.name == _INDEX:
-            link_or_copy(file, directory / file.name)
-        elif (
-            file.is_file()
-            and file.suffix not in _LEFT_BEHIND
-            and file.name not in _REWRITTEN
-            and not file.name.startswith(".")
-        ):
-            shutil.copyfile(file, directory / file.name)
 
 
 def _header(shard: Path) -> dict[str, list[int]]:

@@ -94,7 +94,7 @@ def evaluate(
     *,
     routing: Routing | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    length: int = 512,
+    length: int | None = None,
     batch_size: int = 1,
     limit_rows: int | None = None,
     progress: Progress | None = None,
@@ -112,7 +112,7 @@ def evaluate(
         data: what `modify.data.pack` takes, or a `PackedDataset`.
         routing: by default `predictor` for a converted model and `dense` for a dense one.
         tokenizer: for text; by default the one in the model's checkpoint directory.
-        length: tokens per row; a `PackedDataset` has its own.
+        length: tokens per row, None for `default_length`; a `PackedDataset` has its own.
         batch_size: rows per forward pass. Logits take `batch_size * length * V` numbers.
         limit_rows: evaluate the first rows only.
         progress: called with (rows done, rows to do).
@@ -130,7 +130,7 @@ def evaluate(
     for name, value in (("batch_size", batch_size), ("limit_rows", limit_rows)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    dataset = packed_rows(model, data, tokenizer, length, limit_rows=limit_rows)
+    dataset = packed_rows(model, data, tokenizer, length or default_length(model), limit_rows=limit_rows)
     rows = dataset.rows[:limit_rows]
     loss, sums = run_rows(model, rows, routing, batch_size, progress)
     blocks = tuple(
@@ -179,6 +179,11 @@ def context_length(model: PreTrainedModel) -> int | None:
     """The longest sequence that `model` takes; None where its config does not say."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return context if isinstance(context, int) else None
+
+
+def default_length(model: PreTrainedModel) -> int:
+    """Tokens per row where nobody says: 512, or the model's context where that is shorter."""
+    return min(512, context_length(model) or 512)
 
 
 def packed_rows(

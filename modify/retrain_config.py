@@ -13,7 +13,6 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16"]
 Train = Literal["all", "lora", "routers"]
 
-DEFAULT_LENGTH = 512
 
 # A run may be continued with another value of these: they change what is kept and shown, not what is computed.
 # Batches may be divided anew as long as a step has as many rows; `Run` checks that.

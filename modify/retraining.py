@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from modify.data import PackedDataset
 from modify.distributed import wants_fsdp, whole_state_dict, world_size
 from modify.errors import ConfigError, DataError, ModifyError, StorageError
-from modify.evaluation import Metrics, context_length, evaluate, find_tokenizer, packed_rows
+from modify.evaluation import Metrics, default_length, evaluate, find_tokenizer, packed_rows
 from modify.modeling import MOD_PREFIXES, MoDForCausalLM
 from modify.retrain_adapters import adapter_targets, trained_parts
-from modify.retrain_config import DEFAULT_LENGTH, RetrainConfig
+from modify.retrain_config import RetrainConfig
 from modify.retrain_distill import Distillation, check_teacher
 from modify.retrain_run import Run
 from modify.retrain_stages import Stages
@@ -132,7 +132,7 @@ def retrain(
             DeepSpeed or for what is not supported of FSDP.
     """
     config = config or RetrainConfig()
-    length = config.length or min(DEFAULT_LENGTH, context_length(model) or DEFAULT_LENGTH)
+    length = config.length or default_length(model)
     length = data.length if isinstance(data, PackedDataset) else length
     config = dataclasses.replace(config, length=length)  # so that the run's record has what is true
     target = Path(os.path.abspath(output_dir))

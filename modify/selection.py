@@ -81,7 +81,7 @@ def select_blocks(
     data: Any,
     *,
     flops: float,
-    capacities: Sequence[float] = LADDER,
+    capacities: Sequence[float] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     length: int = 512,
     rows: int = 16,
@@ -102,7 +102,7 @@ def select_blocks(
         data: what `modify.data.pack` takes, or a `PackedDataset`.
         flops: the target, a share of the dense model's operations in (0, 1), for rows of this length. Keys and values
             of all tokens, bypasses, routers, predictors and the head are counted.
-        capacities: the ladder, descending; 0 drops a block.
+        capacities: the ladder, descending; 0 drops a block. `LADDER` by default.
         tokenizer: for text; by default the one in the model's checkpoint directory.
         length: tokens per row; a `PackedDataset` has its own.
         rows: how many rows to use, spread evenly over the data; half of them to fit, half to measure.
@@ -114,6 +114,7 @@ def select_blocks(
         CaptureError: the model cannot be captured.
         DataError: the data cannot be read, is shorter than two rows, or does not fit the model.
     """
+    capacities = LADDER if capacities is None else tuple(capacities)
     _check(flops, capacities, rows, batch_size)
     packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     if len(packed) < 2:
@@ -124,7 +125,7 @@ def select_blocks(
     )
     routed = MoDForCausalLM.from_dense(model, everything)
     with evaluation_mode(routed), torch.no_grad():
-        search = _Search(routed, chosen, batch_size, tuple(capacities))
+        search = _Search(routed, chosen, batch_size, capacities)
         dense_loss, steps = search.loss, []
         saved, wanted = 0.0, 1.0 - flops
         for step in search.steps():

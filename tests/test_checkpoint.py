@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, T5Config
 
 import modify
 from modify.checkpoint import (
-    convert_checkpoint,
     is_converted,
     load_any,
     load_dense,
     parameters_on_meta,
     skeleton,
 )
+from modify.conversion import convert_checkpoint
 from modify.errors import CheckpointError, ConfigError, ModifyError
 from modify.modeling import MOD_WEIGHTS
 

@@ -30,7 +30,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(folder / "dense")
     write_llama(folder / "sharded", shard_size="60KB")
     write_gguf(folder / "tiny.gguf")
-    modify.checkpoint.convert_checkpoint(folder / "dense", folder / "mod", MoDConfig(capacity=0.5))
+    modify.conversion.convert_checkpoint(folder / "dense", folder / "mod", MoDConfig(capacity=0.5))
     return folder
 
 

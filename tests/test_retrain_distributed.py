@@ -20,7 +20,8 @@ from toy import toy_dense, toy_model, toy_rows
 from transformers import TrainerCallback
 
 import modify
-from modify import RetrainConfig, RetrainReport, checkpoint
+from modify import RetrainConfig, RetrainReport
+from modify.conversion import convert_checkpoint
 from modify.errors import StorageError
 
 pytestmark = pytest.mark.slow
@@ -229,7 +230,7 @@ def test_a_damaged_shard_is_one_clear_line(runs: Path, tmp_path: Path) -> None:
 
 def test_the_accelerate_command_of_the_documentation(tmp_path: Path) -> None:
     dense = write_llama(tmp_path / "dense")
-    checkpoint.convert_checkpoint(dense, tmp_path / "SmolLM2-mod", modify.MoDConfig(capacity=0.25))
+    convert_checkpoint(dense, tmp_path / "SmolLM2-mod", modify.MoDConfig(capacity=0.25))
     page = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
     (command,) = (line for line in page.splitlines() if line.startswith("accelerate launch "))
     ended = subprocess.run(

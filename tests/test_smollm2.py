@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import modify
-from modify.checkpoint import convert_checkpoint, load_dense, load_tokenizer
+from modify.checkpoint import load_dense, load_tokenizer
+from modify.conversion import convert_checkpoint
 
 pytestmark = pytest.mark.slow
 

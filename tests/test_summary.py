@@ -9,7 +9,8 @@ from families import DANGEROUS, FAMILIES
 from transformers import AutoModelForCausalLM
 
 import modify
-from modify.checkpoint import convert_checkpoint, load_any
+from modify.checkpoint import load_any
+from modify.conversion import convert_checkpoint
 from modify.errors import ConfigError
 from modify.flops import count_flops
 from modify.summary import Summary, summarize
