@@ -5,7 +5,7 @@ large ones, and is then measured on text that it was not trained on. The figure 
 parameters, and against the FLOPs of a forward pass relative to those of the budget's best dense model, as figure 4 of
 Raposo et al. 2024 does (arXiv 2404.02258); the random control is that of its figure 3.
 
-    OMP_NUM_THREADS=1 python benchmarks/isoflop.py --data train.txt --held-out held-out.txt --out isoflop
+    OMP_NUM_THREADS=1 python benchmarks/isoflop.py --data train.txt --out isoflop
 
 The folder gets `isoflop.md` (tables), `isoflop.png` (the figure) and `arms/`, one JSON file a trained model. Stopped at
 any moment, the same command continues: finished models are kept, and the one under way resumes.
@@ -17,14 +17,13 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from isoflop_report import NAMES, Point, draw, summarise, tables
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -38,12 +37,12 @@ from modify.flops import count_flops
 from modify.modeling import MoDForCausalLM
 from modify.retrain_config import Precision, RetrainConfig
 from modify.retraining import retrain
+from modify.storage import atomic_directory
 
 Kind = Literal["dense", "mod", "random"]
 
 HEAD_SIZE = 16
 BACKWARD = 2  # a backward pass takes twice the operations of a forward pass
-NAMES = {"dense": "dense", "mod": "MoD, learned routing", "random": "MoD, random routing"}
 console = Console(stderr=True)
 
 
@@ -53,7 +52,7 @@ class IsoFlopConfig:
 
     Args:
         budgets: training FLOPs of a model; each budget is one curve a kind.
-        sizes: (hidden size, number of blocks); hidden sizes are multiples of 32.
+        sizes: (hidden size, number of blocks); hidden sizes are multiples of 16.
         kinds: `dense`, `mod` (learned routing), `random` (routing by Gaussian noise).
         seeds: models trained for every kind, budget and size, each with its own initial weights and data order.
         middle_seeds: the same for the middle one of `sizes`, to show how much the seed matters.
@@ -68,6 +67,7 @@ class IsoFlopConfig:
         weight_decay: AdamW's.
         warmup: share of the steps over which the rate rises.
         precision: `fp32` or `bf16`; see `RetrainConfig`.
+        init: standard deviation of the initial weights.
         eval_rows: held-out rows that every model is measured on.
         save_every: steps between the checkpoints that a stopped run resumes from.
 
@@ -75,24 +75,24 @@ class IsoFlopConfig:
         ConfigError: a value is out of range; the message names the option.
     """
 
-    budgets: tuple[float, ...] = (2e12, 8e12)
-    sizes: tuple[tuple[int, int], ...] = ((64, 4), (96, 6), (128, 8))
+    budgets: tuple[float, ...] = (5e11, 2e12)
+    sizes: tuple[tuple[int, int], ...] = ((32, 4), (48, 4), (64, 6))
     kinds: tuple[Kind, ...] = ("dense", "mod", "random")
     seeds: int = 1
     middle_seeds: int = 3
     capacity: float = 0.125
     every: int = 2
     gate: GateKind = "linear"
-    vocabulary: int = 2048
-    length: int = 256
+    vocabulary: int = 257
+    length: int = 128
     batch_size: int = 8
-    learning_rate: float = 3e-3
-    router_learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
+    router_learning_rate: float = 1e-3
     weight_decay: float = 0.1
     warmup: float = 0.05
     precision: Precision = "bf16"
-    init: float = 0.02
-    eval_rows: int = 256
+    init: float = 0.06
+    eval_rows: int = 1024
     save_every: int = 200
 
     def __post_init__(self) -> None:
@@ -166,11 +166,14 @@ class Texts:
         return digest.hexdigest()[:16]
 
 
-def read_rows(data: Sequence[str], held_out: Sequence[str], config: IsoFlopConfig, out: Path) -> Texts:
-    """Train the tokenizer, unless an earlier run has, and cut both texts into rows.
+def read_rows(data: Sequence[str], config: IsoFlopConfig, out: Path) -> Texts:
+    """Train the tokenizer, unless an earlier run has, and cut the text into rows.
+
+    The held-out rows are spread evenly over the text, so that they are of the same kinds.
 
     Raises:
         DataError: a file cannot be read, or is too short.
+        ConfigError: `eval_rows` leaves nothing to train on.
     """
     folder = out / f"tokenizer-{config.vocabulary}"
     if not folder.exists():
@@ -178,16 +181,23 @@ def read_rows(data: Sequence[str], held_out: Sequence[str], config: IsoFlopConfi
         bpe.train_from_iterator(
             read_texts(data), config.vocabulary, special_tokens=["<|endoftext|>"], show_progress=False
         )
-        trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
-        trained.save_pretrained(folder)
+        with atomic_directory(folder) as partial:
+            PreTrainedTokenizerFast(
+                tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>"
+            ).save_pretrained(partial)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return Texts(
-        training=pack(list(data), tokenizer, config.length),
-        held_out=pack(
-            list(held_out), tokenizer, config.length, limit_tokens=config.eval_rows * config.length
-        ),
-        tokenizer=tokenizer,
+    rows = pack(list(data), tokenizer, config.length).rows
+    if config.eval_rows > len(rows) // 2:
+        raise ConfigError(
+            f"eval_rows={config.eval_rows} is more than half of the text's {len(rows)} rows; lower it, or give more "
+            "text"
+        )
+    held = torch.zeros(len(rows), dtype=torch.bool)
+    held[(2 * torch.arange(config.eval_rows) + 1) * len(rows) // (2 * config.eval_rows)] = True
+    training, held_out = (
+        PackedDataset(rows[mask].flatten().numpy(), config.length) for mask in (~held, held)
     )
+    return Texts(training=training, held_out=held_out, tokenizer=tokenizer)
 
 
 def build_model(arm: Arm, config: IsoFlopConfig) -> PreTrainedModel:
@@ -302,144 +312,9 @@ def run_arm(
     return result
 
 
-class Point(NamedTuple):
-    """The models of one kind, budget and size: means over the seeds.
-
-    Attributes:
-        relative_flops: of a forward pass per token, 1 for the budget's best dense model; NaN without a dense model.
-        loss: held-out loss under the routing that was trained, in nats per token.
-        spread: largest difference of `loss` between seeds.
-        predictor_loss: held-out loss where predictors decide; that of `loss` for a dense model.
-    """
-
-    budget: float
-    kind: Kind
-    size: str
-    parameters: int
-    tokens: int
-    flops: float
-    relative_flops: float
-    loss: float
-    spread: float
-    predictor_loss: float
-    seeds: int
-
-
-def summarise(results: Iterable[dict[str, Any]]) -> list[Point]:
-    """Put seeds together, and relate FLOPs to the best dense model of the same budget; sorted by budget, kind, size."""
-    groups: dict[tuple[float, Kind, int, int], list[dict[str, Any]]] = {}
-    for result in results:
-        arm = Arm(**result["arm"])
-        groups.setdefault((arm.budget, arm.kind, arm.width, arm.layers), []).append(result)
-    points = []
-    for (budget, kind, width, layers), group in groups.items():
-        trained, deployed = ("dense", "dense") if kind == "dense" else ("topk", "predictor")
-        losses = [result["loss"][trained] for result in group]
-        points.append(
-            Point(
-                budget=budget,
-                kind=kind,
-                size=f"{width}x{layers}",
-                parameters=group[0]["parameters"],
-                tokens=group[0]["tokens"],
-                flops=group[0]["flops"],
-                relative_flops=math.nan,
-                loss=statistics.mean(losses),
-                spread=max(losses) - min(losses),
-                predictor_loss=statistics.mean(result["loss"][deployed] for result in group),
-                seeds=len(group),
-            )
-        )
-    best = best_points(points)
-    points = [
-        point._replace(relative_flops=point.flops / best[point.budget, "dense"].flops)
-        if (point.budget, "dense") in best
-        else point
-        for point in points
-    ]
-    order = list(NAMES)
-    return sorted(points, key=lambda point: (point.budget, order.index(point.kind), point.flops))
-
-
-def best_points(points: Iterable[Point]) -> dict[tuple[float, Kind], Point]:
-    """Return the size with the lowest loss, by budget and kind."""
-    best: dict[tuple[float, Kind], Point] = {}
-    for point in points:
-        key = (point.budget, point.kind)
-        if key not in best or point.loss < best[key].loss:
-            best[key] = point
-    return best
-
-
-def tables(points: Sequence[Point]) -> str:
-    """Two Markdown tables: the best size of every kind, and all models."""
-    best = best_points(points)
-    lines = [
-        "| training FLOPs | best model | size | loss | against dense | FLOPs of a forward pass |",
-        "| ---: | --- | --- | ---: | ---: | ---: |",
-    ]
-    for (budget, kind), point in best.items():
-        dense = best.get((budget, "dense"))
-        difference = f"{point.loss - dense.loss:+.3f}" if dense and kind != "dense" else ""
-        lines.append(
-            f"| {budget:.1e} | {NAMES[kind]} | {point.size} | {point.loss:.3f} | {difference} | "
-            f"{point.relative_flops:.2f} |"
-        )
-    lines += [
-        "",
-        "| training FLOPs | model | size | parameters | tokens | FLOPs of a forward pass | seeds | loss | spread "
-        "| loss, predictors decide |",
-        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for point in points:
-        spread = f"{point.spread:.3f}" if point.seeds > 1 else ""
-        deployed = "" if point.kind == "dense" else f"{point.predictor_loss:.3f}"
-        lines.append(
-            f"| {point.budget:.1e} | {NAMES[point.kind]} | {point.size} | {point.parameters:,} | {point.tokens:,} | "
-            f"{point.relative_flops:.2f} | {point.seeds} | {point.loss:.3f} | {spread} | {deployed} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Draw the loss against parameters, and against the relative FLOPs of a forward pass.
-
-    Raises:
-        ModifyError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModifyError("drawing needs matplotlib; install it with: pip install 'modify[plot]'") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    amounts = sorted({point.budget for point in points})
-    for kind, colour in zip(NAMES, ("tab:gray", "tab:blue", "tab:red"), strict=True):
-        for number, budget in enumerate(amounts):
-            chosen = [point for point in points if point.kind == kind and point.budget == budget]
-            for panel, name in zip(panels, ("parameters", "relative_flops"), strict=True):
-                chosen.sort(key=lambda point, name=name: getattr(point, name))
-                panel.errorbar(
-                    [getattr(point, name) for point in chosen],
-                    [point.loss for point in chosen],
-                    yerr=[point.spread / 2 for point in chosen],
-                    color=colour,
-                    marker="os^Dv"[number % 5],
-                    capsize=3,
-                    label=f"{NAMES[kind]}, {budget:.1e} FLOPs" if chosen else None,
-                )
-    panels[0].set(xscale="log", xlabel="parameters", ylabel="held-out loss (nats per token)")
-    panels[1].set(xlabel="FLOPs of a forward pass, relative to the best dense model")
-    panels[0].legend(fontsize="small")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
-
-
 def run(
     config: IsoFlopConfig,
     data: Sequence[str],
-    held_out: Sequence[str],
     out: Path,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Point]:
@@ -448,7 +323,7 @@ def run(
     Raises:
         ModifyError: see `read_rows` and `run_arm`.
     """
-    texts = read_rows(data, held_out, config, out)
+    texts = read_rows(data, config, out)
     arms, results = config.arms(), []
     for number, arm in enumerate(arms, 1):
         results.append(run_arm(arm, config, texts, out))
@@ -481,8 +356,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, IsoFlopC
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", nargs="+", required=True, help="text files to train on")
-    parser.add_argument("--held-out", nargs="+", required=True, help="text files to measure on")
+    parser.add_argument("--data", nargs="+", required=True, help="text files to train and measure on")
     parser.add_argument("--out", type=Path, required=True, help="folder of results, which may be continued")
     lists = {"budgets": budgets, "sizes": sizes, "kinds": kinds}
     for field in dataclasses.fields(IsoFlopConfig):
@@ -501,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, run, show; a mistake is one line and exit code 2."""
     try:
         options, config = parse(arguments)
-        run(config, options.data, options.held_out, options.out, console.print)
+        run(config, options.data, options.out, console.print)
     except ModifyError as error:
         console.print(f"isoflop: {error}", style="red", markup=False, soft_wrap=True)
         raise SystemExit(2) from error

@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import isoflop
 import pytest
+from isoflop_report import summarise, tables
 
 from modify.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 2e9
-
-
-@pytest.fixture(scope="module")
-def isoflop() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("isoflop", ROOT / "benchmarks" / "isoflop.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["isoflop"] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("isoflop")
-    for name, numbers in (("text", range(2000)), ("held", range(2000, 2100))):
-        lines = [f"{i} and {i + 1} make {2 * i + 1}.\n" for i in numbers]
-        (folder / f"{name}.txt").write_text("".join(lines))
-    return [
-        *("--data", str(folder / "text.txt"), "--held-out", str(folder / "held.txt")),
-        *("--out", str(folder / "out"), "--budgets", str(BUDGET), "--sizes", "32x2", "--middle-seeds", "1"),
-        *("--vocabulary", "280", "--length", "32", "--batch-size", "4", "--eval-rows", "8"),
-        *("--save-every", "5"),
-    ]
+    text = "".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(2000))
+    (folder / "text.txt").write_text(text)
+    small = "--sizes 32x2 --middle-seeds 1 --vocabulary 280 --length 32 --batch-size 4 --eval-rows 8 --save-every 5"
+    files = ["--data", str(folder / "text.txt"), "--out", str(folder / "out")]
+    return [*files, "--budgets", str(BUDGET), *small.split()]
 
 
 @pytest.fixture(scope="module")
-def points(isoflop: ModuleType, arguments: list[str]) -> dict[str, Any]:
+def points(arguments: list[str]) -> dict[str, Any]:
     options, config = isoflop.parse(arguments)
-    points = isoflop.run(config, options.data, options.held_out, options.out)
+    points = isoflop.run(config, options.data, options.out)
     return {point.kind: point for point in points}
 
 
@@ -77,7 +60,6 @@ def test_files(arguments: list[str], points: dict[str, Any]) -> None:
 
 
 def test_second_run_trains_nothing(
-    isoflop: ModuleType,
     arguments: list[str],
     points: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +71,7 @@ def test_second_run_trains_nothing(
 
 
 def test_other_options_are_refused(
-    isoflop: ModuleType, arguments: list[str], points: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], points: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         isoflop.main([*arguments, "--learning-rate", "0.5"])
@@ -99,11 +81,9 @@ def test_other_options_are_refused(
     assert "another --out" in error
 
 
-def test_stopped_run_continues(
-    isoflop: ModuleType, arguments: list[str], points: dict[str, Any], tmp_path: Path
-) -> None:
+def test_stopped_run_continues(arguments: list[str], points: dict[str, Any], tmp_path: Path) -> None:
     options, config = isoflop.parse(arguments)
-    texts = isoflop.read_rows(options.data, options.held_out, config, options.out)
+    texts = isoflop.read_rows(options.data, config, options.out)
     arm = isoflop.Arm("mod", BUDGET, 32, 2, 0)
     steps: list[int] = []
 
@@ -124,14 +104,14 @@ def test_stopped_run_continues(
     assert resumed["loss"] == whole["loss"]
 
 
-def test_budget_below_one_step(isoflop: ModuleType, arguments: list[str], tmp_path: Path) -> None:
+def test_budget_below_one_step(arguments: list[str], tmp_path: Path) -> None:
     options, config = isoflop.parse(arguments)
-    texts = isoflop.read_rows(options.data, options.held_out, config, options.out)
+    texts = isoflop.read_rows(options.data, config, options.out)
     with pytest.raises(ConfigError, match=r"budget 1e\+06 is less than one step"):
         isoflop.run_arm(isoflop.Arm("dense", 1e6, 32, 2, 0), config, texts, tmp_path)
 
 
-def test_seeds_are_averaged_and_sizes_compared(isoflop: ModuleType) -> None:
+def test_seeds_are_averaged_and_sizes_compared() -> None:
     def result(kind: str, width: int, seed: int, flops: float, loss: float) -> dict[str, Any]:
         routings = ("dense",) if kind == "dense" else ("topk", "predictor")
         return {
@@ -142,7 +122,7 @@ def test_seeds_are_averaged_and_sizes_compared(isoflop: ModuleType) -> None:
             "loss": {routing: loss + 0.25 * (routing == "predictor") for routing in routings},
         }
 
-    points = isoflop.summarise(
+    points = summarise(
         [
             result("mod", 64, 0, 150.0, 2.0),
             result("dense", 64, 0, 300.0, 3.0),
@@ -159,7 +139,7 @@ def test_seeds_are_averaged_and_sizes_compared(isoflop: ModuleType) -> None:
     assert points[0].loss == pytest.approx(2.6)
     assert points[0].spread == pytest.approx(0.2)
     assert points[2].predictor_loss == 2.25
-    best = isoflop.tables(points).split("\n\n")[0]
+    best = tables(points).split("\n\n")[0]
     assert "| MoD, learned routing | 64x4 | 2.000 | -0.600 | 1.50 |" in best
     assert "3.000" not in best
 
@@ -176,13 +156,13 @@ def test_seeds_are_averaged_and_sizes_compared(isoflop: ModuleType) -> None:
         ({"warmup": 1.0}, "warmup must be a share"),
     ],
 )
-def test_bad_options(isoflop: ModuleType, options: dict[str, Any], message: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         isoflop.IsoFlopConfig(**options)
 
 
-def test_options_of_the_command_line(isoflop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    needed = ["--data", "a", "b", "--held-out", "c", "--out", "d"]
+def test_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--data", "a", "b", "--out", "c"]
     options, config = isoflop.parse([*needed, "--sizes", "32x4,64x6", "--kinds", "mod,dense"])
     assert (options.data, config.sizes, config.kinds) == (["a", "b"], ((32, 4), (64, 6)), ("mod", "dense"))
     with pytest.raises(SystemExit):
