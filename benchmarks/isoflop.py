@@ -76,7 +76,7 @@ class IsoFlopConfig:
     """
 
     budgets: tuple[float, ...] = (5e11, 2e12)
-    sizes: tuple[tuple[int, int], ...] = ((32, 4), (48, 4), (64, 6))
+    sizes: tuple[tuple[int, int], ...] = ((32, 4), (48, 4), (48, 6))
     kinds: tuple[Kind, ...] = ("dense", "mod", "random")
     seeds: int = 1
     middle_seeds: int = 3
