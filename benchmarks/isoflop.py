@@ -224,6 +224,8 @@ def build_model(arm: Arm, config: IsoFlopConfig) -> PreTrainedModel:
         capacity=config.capacity,
         every=config.every,
         gate=config.gate,
+        attend="selected",
+        bypass="identity",
         keep_first=0,
         routing="random" if arm.kind == "random" else "learned",
         predictor_hidden=16,
