@@ -84,15 +84,15 @@ def select_blocks(
     capacities: Sequence[float] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     length: int = 512,
-    rows: int = 16,
+    rows: int = 12,
     batch_size: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> Selection:
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
 
     A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
-    block's bypass and router are fitted in closed form on one half of the rows, and the rest of the model is run on the
-    other half. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
+    block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on the
+    others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
     so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
     Minoux 1978). A block that the model cannot spare is thus never lowered.
 
@@ -105,7 +105,7 @@ def select_blocks(
         capacities: the ladder, descending; 0 drops a block. `LADDER` by default.
         tokenizer: for text; by default the one in the model's checkpoint directory.
         length: tokens per row; a `PackedDataset` has its own.
-        rows: how many rows to use, spread evenly over the data; half of them to fit, half to measure.
+        rows: how many rows to use, spread evenly over the data; two thirds of them to fit, a third to measure.
         batch_size: rows per forward pass.
         progress: called with (operations saved, operations to save), in thousandths of the dense model's.
 
@@ -239,14 +239,15 @@ class _Search:
         self._count_flops(graph, rows.shape[1])
         self.segments = _Segments(graph, self.entries[self.blocks[0]], self.logits)
         device = model_device(model)
-        halves = rows[0::2], rows[1::2]
+        measured = torch.arange(len(rows)) % 3 == 1
+        parts = rows[~measured], rows[measured]
         self.batches = [
-            half[start : start + batch_size].long().to(device)
-            for half in halves
-            for start in range(0, len(half), batch_size)
+            part[start : start + batch_size].long().to(device)
+            for part in parts
+            for start in range(0, len(part), batch_size)
         ]
-        self.fitted = len(range(0, len(halves[0]), batch_size))
-        self.targets_of_loss = halves[1].numel() - len(halves[1])
+        self.fitted = len(range(0, len(parts[0]), batch_size))
+        self.targets_of_loss = parts[1].numel() - len(parts[1])
         begun = [self.segments.begin(ids) for ids in self.batches]
         self.contexts = [context for context, _ in begun]
         self.hidden = {self.blocks[0]: [hidden for _, hidden in begun]}
