@@ -10,13 +10,16 @@ from modify.errors import ModifyError
 from modify.modeling import MoDForCausalLM, MoDModelConfig, load, register
 
 if TYPE_CHECKING:
+    from modify.calibration import CalibrationReport, calibrate
     from modify.evaluation import BlockMetrics, Metrics, evaluate
     from modify.retrain_config import RetrainConfig
     from modify.retraining import RetrainReport, retrain
+    from modify.selection import Selection, select_blocks
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMetrics",
+    "CalibrationReport",
     "Metrics",
     "MoDConfig",
     "MoDForCausalLM",
@@ -24,21 +27,28 @@ __all__ = [
     "ModifyError",
     "RetrainConfig",
     "RetrainReport",
+    "Selection",
+    "calibrate",
     "capture",
     "convert",
     "evaluate",
     "load",
     "retrain",
+    "select_blocks",
 ]
 
 # Loaded on first use, so that `import modify` stays light.
 _HOMES = {
     "BlockMetrics": "evaluation",
+    "CalibrationReport": "calibration",
     "Metrics": "evaluation",
     "RetrainConfig": "retrain_config",
     "RetrainReport": "retraining",
+    "Selection": "selection",
+    "calibrate": "calibration",
     "evaluate": "evaluation",
     "retrain": "retraining",
+    "select_blocks": "selection",
 }
 
 

@@ -10,6 +10,7 @@ quantisation, device maps).
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from modify.checkpoint import (
 )
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert
+from modify.data import PackedDataset
 from modify.modeling import MOD_WEIGHTS, MoDForCausalLM, mod_state_dict, model_config
 from modify.passes.base import block_calls
 from modify.storage import atomic_directory, check_apart, link_or_copy
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from modify.selection import Selection
 
 CALIBRATION = "calibration.json"
+SELECTION_PLOT = "selection.png"
 # Weights in other formats, and code: neither is copied into a converted checkpoint.
 _LEFT_BEHIND = {
     ".bin",
@@ -121,7 +124,7 @@ def convert_checkpoint(
         output: directory to create; it appears when complete, or not at all.
         config: which blocks to route, and how.
         calibration: fit what the conversion adds, and maybe choose the blocks, on text; `calibration.json` in the
-            output then says how that went.
+            output then says how that went, and `selection.png` shows the choice, where matplotlib is installed.
         overwrite: replace an existing converted directory.
         progress: called with (what is done, steps done, steps to do).
 
@@ -158,6 +161,10 @@ def convert_checkpoint(
         save_file(mod_state_dict(graph), directory / MOD_WEIGHTS, metadata={"format": "pt"})
         model_config(dense_config, graph).save_pretrained(directory)
         if fitted is not None:
+            if selection is not None and importlib.util.find_spec("matplotlib"):
+                from modify.selection_plot import draw_selection
+
+                draw_selection(selection, directory / SELECTION_PLOT)
             report = {"calibration": fitted.to_dict(), "selection": selection and selection.to_dict()}
             (directory / CALIBRATION).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     record: ConversionRecord = graph.meta["conversion_record"]
@@ -189,7 +196,7 @@ def _calibrated(
     from modify.selection import select_blocks
 
     model = load_dense(path, dtype=torch.float32)
-    tokenizer = load_tokenizer(path)
+    tokenizer = None if isinstance(options.data, PackedDataset) else load_tokenizer(path)
     length = options.length or default_length(model)
     text: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "batch_size": options.batch_size}
     selection = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
+from transformers import PreTrainedModel
 
 from modify.block_probe import CannotSplit
 from modify.block_split import BlockSplitter, replace_blocks
@@ -53,6 +54,7 @@ class ConversionRecord:
 def convert(
     model: nn.Module,
     config: MoDConfig,
+    calibration: Any = None,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> fx.GraphModule:
@@ -62,6 +64,7 @@ def convert(
         model: a Hugging Face causal LM, or any module that maps token ids `[B, S]` to logits `[B, S, V]`. Block
             parameters may be on the meta device.
         config: which blocks to route, and how.
+        calibration: text, or rows of tokens, on which `modify.calibrate` then fits what was added, with its defaults.
         progress: called with (blocks checked, blocks to check).
 
     Returns:
@@ -74,6 +77,24 @@ def convert(
         CaptureError: the model cannot be captured.
         ConfigError: the config does not fit the model, or no block that it names can be routed.
     """
+    graph_module = _checked(model, config, progress)
+    if calibration is not None:
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"calibration: {type(model).__name__} is no Hugging Face model; convert it without, and train it"
+            )
+        # They build on this module.
+        from modify.calibration import calibrate
+        from modify.modeling import MoDForCausalLM, model_config
+
+        calibrate(MoDForCausalLM(model_config(model.config, graph_module), model, graph_module), calibration)
+    return graph_module
+
+
+def _checked(
+    model: nn.Module, config: MoDConfig, progress: Callable[[int, int], None] | None
+) -> fx.GraphModule:
+    """Convert, check every routed block, and convert anew without those that must stay dense."""
     captured = capture(model)
     layers = config.routed_layers(len(block_calls(captured.graph)))
     record = ConversionRecord(

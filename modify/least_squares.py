@@ -21,8 +21,8 @@ class RidgeRegression:
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add a batch of rows: `x` `[n, inputs]`, `y` `[n, outputs]`, `weight` `[n]`, float32.
 
-        A batch is multiplied in float32, which is several times as fast, and summed up in float64. What is multiplied is
-        the difference from the first batch's mean, so that a nearly constant feature keeps its digits.
+        A batch is multiplied in float32, which is several times as fast, and summed up in float64. What is multiplied
+        is the difference from the first batch's mean, so that a nearly constant feature keeps its digits.
         """
         if self._centre is None:
             self._centre = x.mean(dim=0), y.mean(dim=0)

@@ -19,6 +19,7 @@ from modify.modeling import MoDForCausalLM
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
     from modify.ops.routing import BlockRouting
@@ -101,6 +102,10 @@ def sample_routing(
     """
     if not isinstance(model, MoDForCausalLM):
         raise ConfigError(f"{type(model).__name__} is a dense model, which routes nothing; convert it first")
+    if not model.capacities:
+        raise ConfigError(
+            "the model has no routed block, only dense and dropped ones: there is no routing to look at"
+        )
     if rows < 1:
         raise ConfigError(f"rows must be at least 1, got {rows}")
     dataset = packed_rows(model, data, tokenizer, length, limit_rows=rows)
@@ -147,6 +152,16 @@ def draw_routing(sample: RoutingSample, path: str | os.PathLike[str], *, tokens:
     bars.bar(centres, skipped, width, bottom=ran, label="skipped", color="lightgray")
     bars.set(xlabel="router weight", ylabel="tokens", title="router weights, all routed blocks")
     bars.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure; the format follows from the file's name, and the file appears when complete.
+
+    Raises:
+        ModifyError: matplotlib cannot write this format.
+        OSError: the file cannot be written.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:

@@ -91,8 +91,8 @@ def select_blocks(
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
 
     A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
-    block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on the
-    others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
+    block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
+    the others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
     so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
     Minoux 1978). A block that the model cannot spare is thus never lowered.
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_llama
 from families import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5Config
 
 import modify
+from modify.calibration import CalibrationOptions
 from modify.checkpoint import (
     is_converted,
     load_any,
@@ -21,7 +23,7 @@ from modify.checkpoint import (
     skeleton,
 )
 from modify.conversion import convert_checkpoint
-from modify.errors import CheckpointError, ConfigError, ModifyError
+from modify.errors import CheckpointError, ConfigError, DataError, ModifyError
 from modify.modeling import MOD_WEIGHTS
 
 IDS = torch.arange(3, 33).view(2, 15)
@@ -230,4 +232,45 @@ def test_a_bad_gguf_is_refused(tmp_path):
     (tmp_path / "text.gguf").write_text("not a model" * 100)
     with pytest.raises(CheckpointError, match=r"text\.gguf cannot be read as GGUF"):
         convert_checkpoint(tmp_path / "text.gguf", tmp_path / "mod", CONFIG)
+    assert not (tmp_path / "mod").exists()
+
+
+def test_calibration_and_the_choice_of_blocks_are_part_of_the_checkpoint(tmp_path):
+    """Nothing of the dense weights changes, and what is loaded is what was fitted."""
+    source = write_llama(tmp_path / "dense")
+    options = CalibrationOptions(data=["pydoc"], flops=0.85, capacities=(0.5, 0.0), rows=6, length=64)
+    config = modify.MoDConfig(bypass="linear", bypass_rank=4, attend="all")
+    phases = []
+    report = convert_checkpoint(
+        source, tmp_path / "mod", config, calibration=options, progress=lambda phase, *_: phases.append(phase)
+    )
+    assert list(dict.fromkeys(phases)) == ["choosing blocks", "checking blocks", "calibrating"]
+    assert report.selection.flops_ratio <= 0.85
+    assert report.capacities == report.selection.config.routed_layers(report.num_blocks)
+    written = json.loads((tmp_path / "mod" / "calibration.json").read_text())
+    assert written["selection"] == report.selection.to_dict()
+    assert written["calibration"]["tokens"] == 6 * 64
+    assert (tmp_path / "mod" / "selection.png").exists()
+    model = modify.load(tmp_path / "mod")
+    assert model.mod_config == report.selection.config
+    fitted = load_file(tmp_path / "mod" / MOD_WEIGHTS)
+    assert any(
+        name.endswith("up.weight") and tensor.any() for name, tensor in fitted.items() if "bypasses" in name
+    )
+    for name, tensor in model.state_dict().items():
+        if name in fitted:
+            assert torch.equal(tensor, fitted[name])
+    ids = torch.randint(3, 99, (2, 20))
+    assert torch.equal(model(ids, routing="dense").logits, load_dense(source)(ids, use_cache=False).logits)
+
+
+def test_text_that_cannot_be_calibrated_on_leaves_nothing(tmp_path):
+    source = write_llama(tmp_path / "dense")
+    with pytest.raises(DataError, match="no such file"):
+        convert_checkpoint(
+            source,
+            tmp_path / "mod",
+            CONFIG,
+            calibration=CalibrationOptions(data=[str(tmp_path / "nothing.txt")]),
+        )
     assert not (tmp_path / "mod").exists()

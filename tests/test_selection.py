@@ -11,10 +11,11 @@ from families import tiny_model
 
 import modify
 from modify.data import PackedDataset
-from modify.errors import ConfigError
+from modify.errors import ConfigError, ModifyError
 from modify.evaluation import run_rows
 from modify.flops import count_flops
 from modify.selection import select_blocks
+from modify.selection_plot import draw_selection
 
 LENGTH = 24
 CONFIG = modify.MoDConfig(bypass="linear", bypass_rank=2, predictor_hidden=2)
@@ -109,3 +110,11 @@ def test_the_result_is_json(selection):
     values = json.loads(json.dumps(selection.to_dict()))
     assert modify.MoDConfig.from_dict(values["config"]) == selection.config
     assert math.isfinite(values["steps"][-1]["loss"])
+
+
+def test_the_choice_is_drawn(selection, tmp_path):
+    draw_selection(selection, tmp_path / "choice.png")
+    assert (tmp_path / "choice.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ModifyError, match=r"choice\.xyz cannot be drawn"):
+        draw_selection(selection, tmp_path / "choice.xyz")
+    assert [path.name for path in tmp_path.iterdir()] == ["choice.png"]
