@@ -77,12 +77,13 @@ def convert(
         CaptureError: the model cannot be captured.
         ConfigError: the config does not fit the model, or no block that it names can be routed.
     """
+    if calibration is not None and not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"calibration: {type(model).__name__} is no Hugging Face model; convert it without, and train it"
+        )
     graph_module = _checked(model, config, progress)
     if calibration is not None:
-        if not isinstance(model, PreTrainedModel):
-            raise ConfigError(
-                f"calibration: {type(model).__name__} is no Hugging Face model; convert it without, and train it"
-            )
+        assert isinstance(model, PreTrainedModel)
         # They build on this module.
         from modify.calibration import calibrate
         from modify.modeling import MoDForCausalLM, model_config

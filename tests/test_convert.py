@@ -11,6 +11,7 @@ from test_capture import Block, Decoder
 
 import modify
 from modify.convert import ConversionRecord, convert_captured
+from modify.data import PackedDataset
 from modify.errors import ConfigError
 
 IDS = torch.arange(40).view(2, 20)
@@ -149,3 +150,22 @@ def test_blocks_with_two_calls_are_routed_one_by_one():
     graph = modify.convert(Decoder().eval(), modify.MoDConfig(layers=(0, 3), capacity=0.5))
     assert sorted(graph(IDS).routing) == [0, 3]
     assert not torch.equal(graph.routers.get_submodule("0").weight, graph.routers.get_submodule("3").weight)
+
+
+def test_calibration_while_converting():
+    dense = tiny_model("llama")
+    tokens = torch.randint(3, 99, (64 * 8,), generator=torch.Generator().manual_seed(0))
+    rows = PackedDataset(tokens.numpy(), 64)
+    config = modify.MoDConfig(capacity=0.5, bypass="linear", bypass_rank=4)
+    graph = modify.convert(dense, config, rows)
+    assert graph.get_submodule("bypasses.1").up.weight.any()
+    model = modify.MoDForCausalLM.from_dense(dense, config)
+    modify.calibrate(model, rows)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in graph.state_dict().items())
+
+
+def test_a_plain_module_is_not_calibrated():
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="Decoder is no Hugging Face model; convert it without"):
+        modify.convert(Decoder(), modify.MoDConfig(capacity=0.5), "text.txt")
