@@ -235,7 +235,7 @@ def selection_table(selection: BlockSelection) -> Table:
     """Return the steps of the search, in order."""
     made = table(
         f"chosen on text where the dense model's loss is {selection.dense_loss:.3f}; "
-        f"{percent(selection.flops_ratio)} of its operations",
+        f"{percent(selection.flops_ratio)} of its operations add {selection.loss - selection.dense_loss:.3f}",
         "step",
         "block",
         "capacity",

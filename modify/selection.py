@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LADDER = (0.5, 0.25, 0.125, 0.0)
+_REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,8 @@ class Step:
     Attributes:
         block: its index.
         capacity: what it is lowered to; 0 drops the block.
-        loss: mean cross-entropy on the calibration text after this step, in nats per token.
+        loss: mean cross-entropy on the calibration text after this step, in nats per token. Blocks lowered earlier are
+            fitted anew every few steps only.
         flops_ratio: operations of the whole model after this step, relative to the dense model's.
     """
 
@@ -55,6 +57,7 @@ class Selection:
         dense_loss: of the dense model on the same text, in nats per token.
         alone: by block, what lowering it alone to the first capacity of the ladder adds to the loss.
         steps: the choices, in order.
+        loss: of the chosen model, all its blocks fitted, in nats per token.
         flops_ratio: operations of the chosen model, relative to the dense model's.
     """
 
@@ -62,6 +65,7 @@ class Selection:
     dense_loss: float
     alone: dict[int, float]
     steps: tuple[Step, ...]
+    loss: float
     flops_ratio: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +75,7 @@ class Selection:
             "dense_loss": self.dense_loss,
             "alone": {str(index): loss for index, loss in self.alone.items()},
             "steps": [dataclasses.asdict(step) for step in self.steps],
+            "loss": self.loss,
             "flops_ratio": self.flops_ratio,
         }
 
@@ -140,6 +145,7 @@ def select_blocks(
                 f"flops={flops} cannot be reached: with every block lowered as far as capacities allow, the model "
                 f"takes {1.0 - saved:.3f} of the dense model's operations"
             )
+        loss = search.refit()
     layers = dict(sorted(search.state.items()))
     return Selection(
         config=dataclasses.replace(
@@ -148,6 +154,7 @@ def select_blocks(
         dense_loss=dense_loss,
         alone=search.alone,
         steps=tuple(steps),
+        loss=loss,
         flops_ratio=steps[-1].flops_ratio,
     )
 
@@ -276,7 +283,10 @@ class _Search:
                 continue
             step += 1
             self._set(index, capacity)
-            self.loss = self._refresh(index)
+            everything = step % _REFIT_EVERY == 0
+            self.loss = self._refresh(
+                min(self.state) if everything else index, self.state if everything else {index}
+            )
             yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
             if (following := self._next_capacity(index)) is not None:
                 # Not measured yet; it will hardly cost less than the step before it.
@@ -348,11 +358,15 @@ class _Search:
             module.load_state_dict(state)
         return float(total) / self.targets_of_loss
 
-    def _refresh(self, first: int) -> float:
-        """Run everything from block `first` on, fit the lowered blocks on the way, and return the loss."""
+    def refit(self) -> float:
+        """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
+        return self._refresh(min(self.state), self.state)
+
+    def _refresh(self, first: int, fit: Collection[int] = ()) -> float:
+        """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index in self.blocks[self.blocks.index(first) :]:
-            if index in self.state:
+            if index in fit:
                 self._fit(index)
             following: list[Tensor] = []
             outputs: list[Tensor] = []
