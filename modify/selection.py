@@ -112,7 +112,7 @@ def select_blocks(
         length: tokens per row; a `PackedDataset` has its own.
         rows: how many rows to use, spread evenly over the data; two thirds of them to fit, a third to measure.
         batch_size: rows per forward pass.
-        progress: called with (operations saved, operations to save), in thousandths of the dense model's.
+        progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
 
     Raises:
         ConfigError: a number is out of range, no block can be routed, or the target cannot be reached.
@@ -133,11 +133,16 @@ def select_blocks(
         search = _Search(routed, chosen, batch_size, capacities)
         dense_loss, steps = search.loss, []
         saved, wanted = 0.0, 1.0 - flops
-        for step in search.steps():
+
+        def report() -> None:
+            if progress is not None:
+                done = len(search.alone) + round(100 * min(saved, wanted))
+                progress(done, len(search.blocks) + round(100 * wanted))
+
+        for step in search.steps(report):
             steps.append(step)
             saved = 1.0 - step.flops_ratio
-            if progress is not None:
-                progress(round(1000 * min(saved, wanted)), round(1000 * wanted))
+            report()
             if saved >= wanted:
                 break
         else:
@@ -261,8 +266,11 @@ class _Search:
         self.targets: dict[int, list[Tensor]] = {}
         self.loss = self._refresh(self.blocks[0])
 
-    def steps(self) -> Iterator[Step]:
-        """Lower one block after another; each step is yielded when it is taken."""
+    def steps(self, report: Callable[[], None]) -> Iterator[Step]:
+        """Lower one block after another; each step is yielded when it is taken.
+
+        `report` is called when `alone` has grown.
+        """
         candidates: list[
             tuple[float, int, float, int]
         ] = []  # loss per share of operations; measured at which step
@@ -275,6 +283,7 @@ class _Search:
         for index in self.blocks:
             if (first := self._next_capacity(index)) is not None:
                 self.alone[index] = measure(index, first, 0)
+                report()
         step = 0
         while candidates:
             rate, index, capacity, measured = heapq.heappop(candidates)
