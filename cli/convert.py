@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from modify.calibration import CalibrationReport
     from modify.conversion import ConversionReport
-    from modify.selection import Selection as BlockSelection
+    from modify.selection import BlockSelection
 
 Select = Literal["interleaved", "sensitivity"]
 _CALIBRATION = "Calibration"
@@ -100,16 +100,23 @@ def convert(
         ),
     ] = None,
     capacities: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="LADDER",
-            help="With --select sensitivity: what a block may be lowered to, step by step; 0 drops it.",
+            help="With --select sensitivity: what a block may be lowered to, step by step; 0 drops it. By default "
+            "0.5,0.25,0.125,0.",
+            show_default=False,
             rich_help_panel=_CALIBRATION,
         ),
-    ] = "0.5,0.25,0.125,0",
+    ] = None,
     calibration_rows: Annotated[
-        int, typer.Option(help="Rows of the text to fit on.", rich_help_panel=_CALIBRATION)
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Rows of the text to fit on; by default 64.",
+            show_default=False,
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(
@@ -174,20 +181,23 @@ def convert(
         predictor_slack=predictor_slack,
         seed=seed,
     )
-    _check_selection(select, flops, calibrate)
     from modify.calibration import CalibrationOptions
     from modify.conversion import convert_checkpoint
 
+    _check_selection(select, flops, capacities, calibrate)
     options = None
     if calibrate:
-        ladder = parse_capacity(capacities, "--capacities")
+        ladder = None if capacities is None else parse_capacity(capacities, "--capacities")
         options = CalibrationOptions(
             data=calibrate,
             flops=flops,
-            capacities=ladder if isinstance(ladder, tuple) else (ladder,),
-            rows=calibration_rows,
+            capacities=(ladder,) if isinstance(ladder, float) else ladder,
+            rows=64 if calibration_rows is None else calibration_rows,
             length=length,
         )
+    elif calibration_rows is not None or length is not None:
+        option = "--length" if calibration_rows is None else "--calibration-rows"
+        raise ConfigError(f"{option} belongs to --calibrate: give that too, or leave {option} out")
     with terminal.phases() as progress:
         report = convert_checkpoint(
             src, out, config, calibration=options, overwrite=overwrite, progress=progress
@@ -200,21 +210,26 @@ def convert(
     terminal.result(report.to_dict(), *views, f"{out}: written in {report.seconds:.1f} s")
 
 
-def _check_selection(select: Select, flops: float | None, calibrate: list[str] | None) -> None:
+def _check_selection(
+    select: Select, flops: float | None, capacities: str | None, calibrate: list[str] | None
+) -> None:
     if select == "sensitivity" and not calibrate:
         raise ConfigError("--select sensitivity measures on text: give it with --calibrate")
     if select == "sensitivity" and flops is None:
         raise ConfigError("--select sensitivity needs a target: give it with --flops, such as --flops 0.67")
-    if select != "sensitivity" and flops is not None:
-        raise ConfigError(
-            "--flops is the target of --select sensitivity: give that too, or leave --flops out"
-        )
+    for option, value in (("--flops", flops), ("--capacities", capacities)):
+        if select != "sensitivity" and value is not None:
+            raise ConfigError(
+                f"{option} belongs to --select sensitivity: give that too, or leave {option} out"
+            )
 
 
 def conversion_table(report: ConversionReport) -> Table:
     """Return the blocks that were asked for, and what became of them."""
+    routed = sum(capacity > 0 for capacity in report.capacities.values())
     made = table(
-        f"{report.num_blocks} blocks, {len(report.capacities)} routed"
+        f"{report.num_blocks} blocks, {routed} routed"
+        + (f", {len(report.capacities) - routed} dropped" if routed < len(report.capacities) else "")
         + (", attending to all tokens" if report.attend == "all" else ""),
         "block",
         "capacity",

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from modify.evaluation import BlockMetrics, Metrics, evaluate
     from modify.retrain_config import RetrainConfig
     from modify.retraining import RetrainReport, retrain
-    from modify.selection import Selection, select_blocks
+    from modify.selection import BlockSelection, select_blocks
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMetrics",
+    "BlockSelection",
     "CalibrationReport",
     "Metrics",
     "MoDConfig",
@@ -27,7 +28,6 @@ __all__ = [
     "ModifyError",
     "RetrainConfig",
     "RetrainReport",
-    "Selection",
     "calibrate",
     "capture",
     "convert",
@@ -40,11 +40,11 @@ __all__ = [
 # Loaded on first use, so that `import modify` stays light.
 _HOMES = {
     "BlockMetrics": "evaluation",
+    "BlockSelection": "selection",
     "CalibrationReport": "calibration",
     "Metrics": "evaluation",
     "RetrainConfig": "retrain_config",
     "RetrainReport": "retraining",
-    "Selection": "selection",
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "retrain": "retraining",

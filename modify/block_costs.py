@@ -30,7 +30,8 @@ def flops_by_block(graph: fx.GraphModule, batch: int, length: int) -> dict[int, 
         counter,
     ):
         interpreter = _FlopInterpreter(graph, counter)
-        interpreter.run(torch.ones(batch, length, dtype=torch.int64), None)
+        device = next((p.device for p in graph.parameters() if not p.is_meta), torch.device("cpu"))
+        interpreter.run(torch.ones(batch, length, dtype=torch.int64, device=device), None)
     return dict.fromkeys(block_calls(graph.graph), 0) | interpreter.flops
 
 
@@ -54,7 +55,7 @@ class _FlopInterpreter(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
+        return _fake(value) if isinstance(value, Tensor) else value
 
 
 def _block_of(node: fx.Node) -> int:
@@ -67,10 +68,11 @@ def _block_of(node: fx.Node) -> int:
 
 def _fake_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Stand-ins without values for a module's parameters and buffers; needs a fake tensor mode."""
-    return {
-        name: torch.empty_like(tensor, device="cpu")
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
+    return {name: _fake(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu" if tensor.is_meta else tensor.device)
 
 
 def cache_of_blocks(model: nn.Module, num_blocks: int, batch: int, length: int) -> list[tuple[int, int]]:

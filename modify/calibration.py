@@ -11,13 +11,14 @@ from torch import Tensor, fx
 
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
+from modify.config import MoDConfig
 from modify.errors import ConfigError
-from modify.evaluation import find_tokenizer, packed_rows
-from modify.fitting import fit_block, fit_predictor, relative_error
+from modify.evaluation import default_length, find_tokenizer, packed_rows
+from modify.fitting import fit_block, fit_predictor, middle, relative_error
 from modify.graph_walk import GraphWalk
 from modify.modeling import MoDForCausalLM
-from modify.ops.modules import Bypass
-from modify.passes.base import block_calls, block_result, merges_of, routing_of
+from modify.ops.modules import Bypass, RouterAsPredictor
+from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 from modify.thresholds import calibrate_thresholds
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class BlockCalibration:
         skip_error_before: of the tokens that skip the block, if they stayed as they are.
         skip_error: of the same tokens, behind the fitted bypass.
         error: of all tokens.
-        predictor_accuracy: share of tokens for which the predictor agrees with the top-k; None for a dropped block.
+        predictor_accuracy: share of the calibration text's tokens for which the predictor, at a threshold that selects
+            as many, agrees with the top-k; None for a dropped block and for random routing.
         threshold: of the predictor; None for a dropped block.
     """
 
@@ -94,7 +96,7 @@ def calibrate(
     data: Any,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    length: int = 512,
+    length: int | None = None,
     rows: int = 64,
     batch_size: int = 4,
     progress: Callable[[int, int], None] | None = None,
@@ -118,7 +120,8 @@ def calibrate(
         model: converted, with its weights; random routers are left random, `identity` bypasses as they are.
         data: what `modify.data.pack` takes, or a `PackedDataset`.
         tokenizer: for text; by default the one in the model's checkpoint directory.
-        length: tokens per row; a `PackedDataset` has its own.
+        length: tokens per row; None for 512, or the model's context where that is shorter. A `PackedDataset` has its
+            own.
         rows: how many rows to use, spread evenly over the data.
         batch_size: rows per forward pass.
         progress: called with (blocks done, blocks in all).
@@ -130,14 +133,30 @@ def calibrate(
     for name, value in (("rows", rows), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
+    check_calibrated(model.mod_config)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"parameter {name} is on the meta device: calibration needs the weights")
+    packed = packed_rows(
+        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
+    ).rows
     chosen = packed[spread_indices(len(packed), rows)]
-    with evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(model.mod_config.seed)  # of random routers
         blocks = tuple(_Calibration(model, chosen, batch_size).run(progress))
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
         blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
     return CalibrationReport(tokens=chosen.numel(), blocks=blocks)
+
+
+def check_calibrated(config: MoDConfig) -> None:
+    """Raise `ConfigError` where fitted scores would be gates that are far from 1."""
+    if config.gate != "tanh":
+        raise ConfigError(
+            f"gate={config.gate!r} cannot be calibrated: its gates follow the scores, which are fitted to errors; "
+            "use gate='tanh', or leave calibration out"
+        )
 
 
 def spread_indices(count: int, wanted: int) -> list[int]:
@@ -164,7 +183,8 @@ class _Calibration:
             if str(node.target).startswith("bypasses.")
         }
         self.dense_results = {i: block_result(node) for i, node in block_calls(dense.graph).items()}
-        self.routed_results = {i: block_result(node) for i, node in block_calls(routed.graph).items()}
+        self.calls = block_calls(routed.graph)
+        self.routed_results = {i: block_result(node) for i, node in self.calls.items()}
         self.merges = merges_of(routed.graph)
 
     def run(self, progress: Callable[[int, int], None] | None) -> Iterator[BlockCalibration]:
@@ -173,19 +193,29 @@ class _Calibration:
             targets = self.dense.run_to(result)
             same = same and index in self.routed_results and index not in self.routing
             if same:
-                self.routed.give(self.routed_results[index], targets)
+                self._give(index, targets)
             elif index in self.routing:
                 yield self._routed_block(index, targets)
-            elif index in self.bypasses:
+            elif index not in self.routed_results:
                 yield self._dropped_block(index, targets)
             if progress is not None:
                 progress(index + 1, len(self.dense_results))
 
+    def _give(self, index: int, targets: list[Tensor]) -> None:
+        """Hand a block's hidden states from the dense walk to the routed one, where they are the same."""
+        result = self.routed_results[index]
+        self.routed.give(result, targets)
+        if "block" not in result.meta:  # an element of what the block returns
+            self.routed.give(result.all_input_nodes[0], [None] * len(targets))
+
     def _dropped_block(self, index: int, targets: list[Tensor]) -> BlockCalibration:
-        node = self.bypasses[index]
-        hidden = self.routed.run_to(node.all_input_nodes[0])
-        fit_block(self._bypass(index), None, hidden, targets, 0.0, 0)
-        error = relative_error(self.routed.run_to(node), targets)
+        if index in self.bypasses:
+            hidden = self.routed.run_to(self.bypasses[index].all_input_nodes[0])
+            fit_block(self._bypass(index), None, hidden, targets, 0.0, 0)
+            skipped = self.routed.run_to(self.bypasses[index])
+        else:
+            hidden = skipped = self.routed.run_to(self._before_dropped(index))
+        error = relative_error(skipped, targets)
         return BlockCalibration(
             index=index,
             capacity=0.0,
@@ -204,15 +234,33 @@ class _Calibration:
         predictor = self.model.get_submodule(f"predictors.{index}")
         hidden = self.routed.run_to(scores.all_input_nodes[0])
         fit = fit_block(self._bypass(index), router, hidden, targets, capacity, keep_first)
+        fit_predictor(predictor, router)
         return BlockCalibration(
             index=index,
             capacity=capacity,
             skip_error_before=relative_error(hidden, targets, fit.skips),
             skip_error=relative_error(fit.skipped, targets, fit.skips),
-            predictor_accuracy=fit_predictor(predictor, router, hidden, fit.chosen),
+            predictor_accuracy=self._accuracy(index, hidden, fit.chosen),
             error=relative_error(self.routed.run_to(self.merges[index]), targets),
             threshold=None,
         )
+
+    def _before_dropped(self, index: int) -> fx.Node:
+        """The hidden states that pass a block of which nothing is left: those before the next one, or the last ones."""
+        if following := [i for i in self.routed_results if i > index]:
+            return sequence_input(self.calls[min(following)])
+        last = max(self.routed_results)
+        return self.merges.get(last, self.routed_results[last])
+
+    def _accuracy(self, index: int, hidden: list[Tensor], chosen: list[Tensor]) -> float | None:
+        if self.model.mod_config.routing == "random":
+            return None
+        router = self.model.get_submodule(f"routers.{index}")
+        predictor = self.model.get_submodule(f"predictors.{index}")
+        logits = [predictor(router(h) if isinstance(predictor, RouterAsPredictor) else h) for h in hidden]
+        threshold = middle(torch.cat(logits), torch.cat(chosen))
+        agree = torch.cat([(some > threshold) == ran for some, ran in zip(logits, chosen, strict=True)])
+        return float(agree.float().mean())
 
     def _bypass(self, index: int) -> Bypass | None:
         if index not in self.bypasses:

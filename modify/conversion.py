@@ -42,7 +42,7 @@ from modify.storage import atomic_directory, check_apart, link_or_copy
 
 if TYPE_CHECKING:
     from modify.calibration import CalibrationOptions, CalibrationReport
-    from modify.selection import Selection
+    from modify.selection import BlockSelection
 
 CALIBRATION = "calibration.json"
 SELECTION_PLOT = "selection.png"
@@ -89,7 +89,7 @@ class ConversionReport:
     dense_reasons: dict[int, str]
     attend: str
     record: ConversionRecord
-    selection: Selection | None
+    selection: BlockSelection | None
     calibration: CalibrationReport | None
     seconds: float
     copy_seconds: float
@@ -189,7 +189,7 @@ def _calibrated(
     config: MoDConfig,
     options: CalibrationOptions,
     progress: Callable[[str, int, int], None] | None,
-) -> tuple[fx.GraphModule, Selection | None, CalibrationReport]:
+) -> tuple[fx.GraphModule, BlockSelection | None, CalibrationReport]:
     """Convert the dense checkpoint in `path` with its weights, and calibrate it."""
     from modify.calibration import calibrate
     from modify.evaluation import default_length

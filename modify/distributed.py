@@ -14,10 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from modify.blocks import find_opaque_modules
+from modify.dense import block_names, dropped_block_names
 from modify.errors import ConfigError, ModifyError
-from modify.modeling import MoDForCausalLM
-from modify.passes.base import block_calls
 
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 
@@ -80,7 +78,11 @@ def shard(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     scalars = {p for p in model.parameters() if p.dim() == 0}
-    for name in [*_block_names(model), ""]:  # the root comes last and takes what is left
+    for name in [
+        *block_names(model),
+        *dropped_block_names(model),
+        "",
+    ]:  # the root comes last and takes what is left
         module = model.get_submodule(name)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -89,15 +91,6 @@ def shard(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
                     dist.broadcast(parameter.data, src=0)
         fully_shard(module, mesh=mesh, ignored_params=scalars)
     return [p for p in model.parameters() if p in scalars and p.requires_grad]
-
-
-def _block_names(model: PreTrainedModel) -> list[str]:
-    if isinstance(model, MoDForCausalLM):
-        names = [str(node.target) for node in block_calls(model.dense_graph.graph).values()]
-    else:
-        found = find_opaque_modules(model, next(model.parameters()).device)
-        names = [name for name, module in found.items() if module.is_block]
-    return list(dict.fromkeys(names))  # a block may be called more than once
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:

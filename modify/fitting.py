@@ -19,6 +19,7 @@ from modify.ops.modules import Bypass, Predictor, Router
 # In units of a feature's variance; a tenth or ten times as much changes little.
 _RIDGE = 1e-2
 _PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score
+_LINEAR_FROM = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def fit_block(
     skipped = hidden if bypass is None else [bypass(h) for h in hidden]
     if not capacity or router is None:
         return BlockFit(chosen=[~token for token in free], skips=free, skipped=skipped)
-    fit_router(router, hidden, skipped, targets, free)
+    fit_router(router, hidden, skipped, targets, free, capacity, keep_first)
     chosen = [membership(router(h), capacity, keep_first) for h in hidden]
     skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
     if bypass is not None and any(bool(mask.any()) for mask in skips):
@@ -86,8 +87,12 @@ def fit_router(
     skipped: list[Tensor],
     targets: list[Tensor],
     tokens: list[Tensor],
+    capacity: float,
+    keep_first: int,
 ) -> None:
     """Fit a router to the logarithm of the relative error that skipping leaves; a random router is left as it is.
+
+    Scores are shifted so that 0 parts the tokens that run at `capacity` from those that skip.
 
     Args:
         skipped: what tokens get that skip the block.
@@ -98,33 +103,26 @@ def fit_router(
     for h, skip, target, mask in zip(hidden, skipped, targets, tokens, strict=True):
         error = squared_error(skip[mask], target[mask]).clamp(min=1e-20).log() / 2
         regression.add(_normalised(h[mask].float()), error.unsqueeze(1), torch.ones_like(error))
-    matrix, bias = regression.solve(_RIDGE)
-    # Of unit spread, where gates and predictors work best; what is constant up to rounding stays nearly so.
+    matrix, _ = regression.solve(_RIDGE)
+    # Of unit spread, and 0 where running and skipping part: elsewhere `tanh` is flat, and no gradient would pass it.
     spread = regression.spread(matrix).clamp(min=1e-3)
     router.weight.copy_((matrix / spread).squeeze(1))
-    router.bias.copy_((bias / spread).squeeze())
-
-
-def fit_predictor(
-    predictor: nn.Module, router: nn.Module, hidden: list[Tensor], chosen: list[Tensor]
-) -> float:
-    """Let a predictor say what its router says, and return how often that agrees with the top-k.
-
-    Args:
-        chosen: bool masks `[B, S]` per batch: which tokens are in the top-k.
-    """
+    router.bias.zero_()
     scores = [router(h) for h in hidden]
-    middle = _middle(torch.cat(scores), torch.cat(chosen))
-    if isinstance(predictor, Predictor) and isinstance(router, Router):
-        # silu(z) - silu(-z) = z: two hidden units compute any linear function exactly; the others start unheard.
-        predictor.down.weight.zero_()
-        predictor.down.bias.zero_()
-        for unit, sign in enumerate((1.0, -1.0)):
-            predictor.up.weight[unit] = sign * router.weight
-            predictor.up.bias[unit] = sign * (router.bias - middle)
-            predictor.down.weight[0, unit] = sign * _PREDICTOR_SCALE
-    agree = torch.cat([(s > middle) == ran for s, ran in zip(scores, chosen, strict=True)])
-    return float(agree.float().mean())
+    chosen = [membership(s, capacity, keep_first) for s in scores]
+    router.bias.sub_(middle(torch.cat(scores), torch.cat(chosen)))
+
+
+def fit_predictor(predictor: nn.Module, router: nn.Module) -> None:
+    """Let a network predictor say what a fitted router says; others are left as they are."""
+    if not isinstance(predictor, Predictor) or not isinstance(router, Router):
+        return
+    # silu(z + 20) is z + 20 to 1e-8: one hidden unit computes a linear function. The others start unheard.
+    predictor.down.weight.zero_()
+    predictor.up.weight[0] = router.weight
+    predictor.up.bias[0] = router.bias + _LINEAR_FROM
+    predictor.down.weight[0, 0] = _PREDICTOR_SCALE
+    predictor.down.bias.fill_(-_PREDICTOR_SCALE * _LINEAR_FROM)
 
 
 def squared_error(x: Tensor, target: Tensor) -> Tensor:
@@ -150,8 +148,8 @@ def free_tokens(hidden: Tensor, keep_first: int) -> Tensor:
     return free
 
 
-def _middle(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The score above which as many tokens lie as were chosen."""
+def middle(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return the score above which as many tokens lie as were chosen."""
     ordered = scores.flatten().sort(descending=True).values
     count = int(chosen.sum())
     return (ordered[count - 1] + ordered[min(count, len(ordered) - 1)]) / 2

@@ -1,8 +1,8 @@
-"""Running a graph node by node over many batches, so that what a block is can still change before it runs."""
+"""Running parts of a graph over many batches, so that what a block is can still change before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,3 +50,51 @@ class GraphWalk:
                 values[node] = self._interpreter.run_node(node)
             for source in spent:
                 values.pop(source, None)
+
+
+class GraphSegments:
+    """Runs a converted graph in segments: from the hidden states before one block to those before the next.
+
+    What does not depend on hidden states (rotary tables, masks) is computed once per batch and kept.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, first: fx.Node, logits: fx.Node) -> None:
+        """`first` is the node of the hidden states before the first block."""
+        self._interpreter = fx.Interpreter(graph_module)
+        needed = {logits}
+        for node in reversed(graph_module.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        self._nodes = [
+            node for node in graph_module.graph.nodes if node in needed or node.op == "placeholder"
+        ]
+        self._position = {node: position for position, node in enumerate(self._nodes)}
+        self._later = {first}
+        for node in self._nodes:
+            if not self._later.isdisjoint(node.all_input_nodes):
+                self._later.add(node)
+        self._first = first
+
+    def begin(self, ids: Tensor) -> tuple[dict[fx.Node, Any], Tensor]:
+        """Return what every segment of this batch needs, and the hidden states before the first block."""
+        inputs = {"input_ids": ids, "attention_mask": None}
+        values: dict[fx.Node, Any] = {}
+        self._interpreter.env = values
+        for node in self._nodes:
+            if node.op == "placeholder":
+                values[node] = inputs[node.target]
+            elif node is self._first or node not in self._later:
+                values[node] = self._interpreter.run_node(node)
+        return values, values.pop(self._first)
+
+    def run(
+        self, context: dict[fx.Node, Any], start: fx.Node, hidden: Tensor, stops: Sequence[fx.Node]
+    ) -> list[Tensor]:
+        """Return the values of `stops`, given that of `start`: what lies between them is run."""
+        values = context | {start: hidden}
+        self._interpreter.env = values
+        last = max(self._position[stop] for stop in stops)
+        for node in self._nodes[self._position[start] + 1 : last + 1]:
+            if node in self._later:
+                values[node] = self._interpreter.run_node(node)
+        return [values[stop] for stop in stops]

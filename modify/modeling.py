@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -135,7 +136,10 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
-        self.generation_config = getattr(dense, "generation_config", None) or GenerationConfig()
+        # A copy: the dense model's own generate() keeps its cache.
+        self.generation_config = copy.deepcopy(
+            getattr(dense, "generation_config", None) or GenerationConfig()
+        )
         self.generation_config.use_cache = False
 
     @classmethod

@@ -11,11 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from modify.blocks import find_opaque_modules
 from modify.capture import model_device
+from modify.dense import block_names, dropped_block_names
 from modify.errors import ConfigError
-from modify.modeling import MOD_PREFIXES, MoDForCausalLM
-from modify.passes.base import block_calls
+from modify.modeling import MOD_PREFIXES
 from modify.retrain_config import RetrainConfig
 
 if TYPE_CHECKING:
@@ -41,6 +40,9 @@ def trained_parts(model: PreTrainedModel, config: RetrainConfig) -> Iterator[Lor
             for name, parameter in model.named_parameters():
                 if parameter in required:
                     parameter.requires_grad_(required[parameter] and name.startswith(MOD_PREFIXES))
+        # Distributed training waits for a gradient of every parameter that wants one.
+        for name in dropped_block_names(model):
+            model.get_submodule(name).requires_grad_(False)
         yield adapters
     finally:
         if adapters is not None:
@@ -70,7 +72,7 @@ def adapter_targets(model: PreTrainedModel, config: RetrainConfig) -> list[str]:
         CaptureError: the blocks of a dense model cannot be found.
     """
     inside: dict[str, str] = {}  # name in the block, by name in the model
-    for block in _block_names(model):
+    for block in block_names(model):
         for name, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Linear | Conv1D):
                 inside[f"{block}.{name}"] = name
@@ -93,18 +95,6 @@ def adapter_targets(model: PreTrainedModel, config: RetrainConfig) -> list[str]:
                 f"lora_targets: no linear layer of a block is called {target}; there are {there}"
             )
     return [full for full, name in inside.items() if any(f".{name}".endswith(f".{t}") for t in wanted)]
-
-
-def _block_names(model: PreTrainedModel) -> list[str]:
-    if isinstance(model, MoDForCausalLM):
-        record = model.conversion_record
-        stay = dict(record.unroutable)
-        dropped = {index for index, capacity in record.layers if capacity == 0 and index not in stay}
-        blocks = block_calls(model.dense_graph.graph)
-        return [str(node.target) for index, node in blocks.items() if index not in dropped]
-    return [
-        name for name, module in find_opaque_modules(model, model_device(model)).items() if module.is_block
-    ]
 
 
 def _insert_adapters(model: PreTrainedModel, config: RetrainConfig) -> LoraModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,17 @@ from transformers import PreTrainedModel
 
 from modify.block_costs import flops_by_block
 from modify.blocks import evaluation_mode
-from modify.calibration import spread_indices
+from modify.calibration import check_calibrated, spread_indices
 from modify.capture import model_device
 from modify.config import MoDConfig
+from modify.convert import route_by_predictor
 from modify.errors import ConfigError
-from modify.evaluation import find_tokenizer, loss_sum, packed_rows
+from modify.evaluation import default_length, find_tokenizer, loss_sum, packed_rows
 from modify.fitting import fit_block
+from modify.graph_walk import GraphSegments
 from modify.modeling import MoDForCausalLM
 from modify.ops.modules import Bypass
-from modify.passes.base import merges_of, routing_of
+from modify.passes.base import block_calls, merges_of, routing_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,13 +52,14 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class BlockSelection:
     """What `select_blocks` chose.
 
     Attributes:
         config: the options that it started from, with `layers` and `capacity` filled in.
         dense_loss: of the dense model on the same text, in nats per token.
         alone: by block, what lowering it alone to the first capacity of the ladder adds to the loss.
+        kept: blocks that the model cannot spare: alone they cost more than ten times the median, and 0.1 nats.
         steps: the choices, in order.
         loss: of the chosen model, all its blocks fitted, in nats per token.
         flops_ratio: operations of the chosen model, relative to the dense model's.
@@ -64,6 +68,7 @@ class Selection:
     config: MoDConfig
     dense_loss: float
     alone: dict[int, float]
+    kept: tuple[int, ...]
     steps: tuple[Step, ...]
     loss: float
     flops_ratio: float
@@ -74,6 +79,7 @@ class Selection:
             "config": self.config.to_dict(),
             "dense_loss": self.dense_loss,
             "alone": {str(index): loss for index, loss in self.alone.items()},
+            "kept": list(self.kept),
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "loss": self.loss,
             "flops_ratio": self.flops_ratio,
@@ -88,28 +94,33 @@ def select_blocks(
     flops: float,
     capacities: Sequence[float] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    length: int = 512,
+    length: int | None = None,
     rows: int = 12,
     batch_size: int = 4,
     progress: Callable[[int, int], None] | None = None,
-) -> Selection:
+) -> BlockSelection:
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
 
     A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
     the others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
     so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
-    Minoux 1978). A block that the model cannot spare is thus never lowered.
+    Minoux 1978). A block that the model cannot spare (see `BlockSelection.kept`) is never lowered.
+
+    Memory: two hidden states of the rows per block, beside the model.
 
     Args:
         model: a dense Hugging Face causal LM with its weights; left as it is.
-        config: everything but `layers`, `every` and `capacity`, which are chosen.
+        config: everything but `every` and `capacity`, which are chosen; `layers`, or `first_dense` and `last_dense`,
+            say which blocks may be.
         data: what `modify.data.pack` takes, or a `PackedDataset`.
-        flops: the target, a share of the dense model's operations in (0, 1), for rows of this length. Keys and values
-            of all tokens, bypasses, routers, predictors and the head are counted.
+        flops: the target, a share of the dense model's operations in (0, 1), for rows of this length, as the model is
+            deployed: under predictor routing, whose slots are `predictor_slack` times the capacity. Keys and values of
+            all tokens, bypasses, routers, predictors and the head are counted.
         capacities: the ladder, descending; 0 drops a block. `LADDER` by default.
         tokenizer: for text; by default the one in the model's checkpoint directory.
-        length: tokens per row; a `PackedDataset` has its own.
+        length: tokens per row; None for 512, or the model's context where that is shorter. A `PackedDataset` has its
+            own.
         rows: how many rows to use, spread evenly over the data; two thirds of them to fit, a third to measure.
         batch_size: rows per forward pass.
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
@@ -121,7 +132,10 @@ def select_blocks(
     """
     capacities = LADDER if capacities is None else tuple(capacities)
     _check(flops, capacities, rows, batch_size)
-    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
+    check_calibrated(config)
+    packed = packed_rows(
+        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
+    ).rows
     if len(packed) < 2:
         raise ConfigError("selecting blocks needs at least two rows of text; give more, or a smaller length")
     chosen = packed[spread_indices(len(packed), rows)]
@@ -129,8 +143,13 @@ def select_blocks(
         config, every=1, layers=None, first_dense=0, last_dense=0, capacity=max(capacities[0], 0.5)
     )
     routed = MoDForCausalLM.from_dense(model, everything)
-    with evaluation_mode(routed), torch.no_grad():
+    with evaluation_mode(routed), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(config.seed)  # of random routers
         search = _Search(routed, chosen, batch_size, capacities)
+        allowed = dataclasses.replace(config, every=1, capacity=1.0).routed_layers(
+            len(search.blocks_in_model)
+        )
+        search.allowed = [index for index in search.blocks if index in allowed]
         dense_loss, steps = search.loss, []
         saved, wanted = 0.0, 1.0 - flops
 
@@ -147,17 +166,18 @@ def select_blocks(
                 break
         else:
             raise ConfigError(
-                f"flops={flops} cannot be reached: with every block lowered as far as capacities allow, the model "
-                f"takes {1.0 - saved:.3f} of the dense model's operations"
+                f"flops={flops} cannot be reached: with every block that can be spared lowered as far as capacities "
+                f"allow, the model takes {1.0 - saved:.3f} of the dense model's operations"
             )
         loss = search.refit()
     layers = dict(sorted(search.state.items()))
-    return Selection(
+    return BlockSelection(
         config=dataclasses.replace(
             config, layers=tuple(layers), capacity=tuple(layers.values()), first_dense=0, last_dense=0
         ),
         dense_loss=dense_loss,
         alone=search.alone,
+        kept=search.kept,
         steps=tuple(steps),
         loss=loss,
         flops_ratio=steps[-1].flops_ratio,
@@ -178,52 +198,12 @@ def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
-class _Segments:
-    """Runs a converted graph in segments: from the hidden states before one block to those before the next.
-
-    What does not depend on hidden states (rotary tables, masks) is computed once per batch and kept.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule, first: fx.Node, logits: fx.Node) -> None:
-        """`first` is the node of the hidden states before the first block."""
-        self._interpreter = fx.Interpreter(graph_module)
-        needed = {logits}
-        for node in reversed(graph_module.graph.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        self._nodes = [
-            node for node in graph_module.graph.nodes if node in needed or node.op == "placeholder"
-        ]
-        self._position = {node: position for position, node in enumerate(self._nodes)}
-        self._later = {first}
-        for node in self._nodes:
-            if not self._later.isdisjoint(node.all_input_nodes):
-                self._later.add(node)
-        self._first = first
-
-    def begin(self, ids: Tensor) -> tuple[dict[fx.Node, Any], Tensor]:
-        """Return what every segment of this batch needs, and the hidden states before the first block."""
-        inputs = {"input_ids": ids, "attention_mask": None}
-        values: dict[fx.Node, Any] = {}
-        self._interpreter.env = values
-        for node in self._nodes:
-            if node.op == "placeholder":
-                values[node] = inputs[node.target]
-            elif node is self._first or node not in self._later:
-                values[node] = self._interpreter.run_node(node)
-        return values, values.pop(self._first)
-
-    def run(
-        self, context: dict[fx.Node, Any], start: fx.Node, hidden: Tensor, stops: Sequence[fx.Node]
-    ) -> list[Tensor]:
-        """Return the values of `stops`, given that of `start`: what lies between them is run."""
-        values = context | {start: hidden}
-        self._interpreter.env = values
-        last = max(self._position[stop] for stop in stops)
-        for node in self._nodes[self._position[start] + 1 : last + 1]:
-            if node in self._later:
-                values[node] = self._interpreter.run_node(node)
-        return [values[stop] for stop in stops]
+def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:
+    """The blocks that cost far more than the others when they are lowered alone."""
+    if not alone:
+        return ()
+    limit = max(0.1, 10 * statistics.median(alone.values()))
+    return tuple(index for index, loss in alone.items() if loss > limit)
 
 
 class _Search:
@@ -245,11 +225,13 @@ class _Search:
         self.merges = merges_of(graph.graph)
         result: Any = graph.graph.output_node().args[0]
         self.logits: fx.Node = result.args[0]
-        self.blocks = list(self.entries)
+        self.blocks = self.allowed = list(self.entries)
+        self.blocks_in_model = block_calls(model.dense_graph.graph)
         self.state: dict[int, float] = {}
         self.alone: dict[int, float] = {}
+        self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
-        self.segments = _Segments(graph, self.entries[self.blocks[0]], self.logits)
+        self.segments = GraphSegments(graph, self.entries[self.blocks[0]], self.logits)
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
         parts = rows[~measured], rows[measured]
@@ -277,16 +259,23 @@ class _Search:
 
         def measure(index: int, capacity: float, step: int) -> float:
             loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
-            heapq.heappush(candidates, (loss / saved, index, capacity, step))
+            # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
+            rate = loss / saved if loss > 0.0 else -saved
+            heapq.heappush(candidates, (rate, index, capacity, step))
             return loss
 
-        for index in self.blocks:
+        for index in self.allowed:
             if (first := self._next_capacity(index)) is not None:
                 self.alone[index] = measure(index, first, 0)
                 report()
+        self.kept = _indispensable(self.alone)
+        candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
+        heapq.heapify(candidates)
         step = 0
         while candidates:
             rate, index, capacity, measured = heapq.heappop(candidates)
+            if self._next_capacity(index) is None:
+                continue  # all other blocks have been dropped since
             if measured != step:
                 measure(index, capacity, step)
                 continue
@@ -303,8 +292,11 @@ class _Search:
 
     def _next_capacity(self, index: int) -> float | None:
         """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
+        last = sum(value == 0.0 for value in self.state.values()) + 1 == len(self.blocks_in_model)
         lower = [
-            c for c in self.capacities if c < self.state.get(index, 1.0) and self._saving(index, c) > 0.0
+            c
+            for c in self.capacities
+            if c < self.state.get(index, 1.0) and self._saving(index, c) > 0.0 and not (last and c == 0.0)
         ]
         return lower[0] if lower else None
 
@@ -326,7 +318,7 @@ class _Search:
         for capacity in self.capacities:
             for index in self.blocks:
                 self.selections[index].update_arg(1, capacity or self.capacities[0])
-            counted = flops_by_block(graph, 1, length)
+            counted = flops_by_block(route_by_predictor(graph, self.model.mod_config), 1, length)
             for index in self.blocks:
                 self.flops[index, capacity] = (
                     counted[index] if capacity else self._bypass_flops(index, length)

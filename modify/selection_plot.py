@@ -9,10 +9,10 @@ from modify.errors import ModifyError
 from modify.routing_plot import save_figure
 
 if TYPE_CHECKING:
-    from modify.selection import Selection
+    from modify.selection import BlockSelection
 
 
-def draw_selection(selection: Selection, path: str | os.PathLike[str]) -> None:
+def draw_selection(selection: BlockSelection, path: str | os.PathLike[str]) -> None:
     """Draw what each block costs alone and what it was lowered to, and loss against operations along the search.
 
     Args:

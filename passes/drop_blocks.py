@@ -62,6 +62,7 @@ class DropBlocks(GraphPass):
                 skipped = insert_bypass(
                     graph_module,
                     index,
+                    block,
                     hidden,
                     block,
                     rank=self.bypass_rank,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from modify.ops.modules import Bypass
-from modify.passes.base import GraphPass, GraphPassResult, merges_of
+from modify.passes.base import GraphPass, GraphPassResult, block_calls, merges_of
 from modify.passes.builder import Builder
 from modify.passes.insert_routers import module_device
 
@@ -42,12 +42,20 @@ class InsertBypasses(GraphPass):
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
         modified = False
+        blocks = block_calls(graph_module.graph)
         for index, merge in merges_of(graph_module.graph).items():
             if self.bypass == "identity" or len(merge.args) > 5:
                 continue
             hidden, *rest = merge.args
             skipped = insert_bypass(
-                graph_module, index, hidden, merge, rank=self.bypass_rank, seed=self.seed, made_by=self.name
+                graph_module,
+                index,
+                blocks[index],
+                hidden,
+                merge,
+                rank=self.bypass_rank,
+                seed=self.seed,
+                made_by=self.name,
             )
             merge.args = (skipped, *rest, True)
             modified = True
@@ -57,6 +65,7 @@ class InsertBypasses(GraphPass):
 def insert_bypass(
     graph_module: fx.GraphModule,
     index: int,
+    block: fx.Node,
     hidden: fx.Node,
     anchor: fx.Node,
     *,
@@ -64,8 +73,10 @@ def insert_bypass(
     seed: int,
     made_by: str,
 ) -> fx.Node:
-    """Insert `bypasses.<index>` of `hidden` before `anchor`."""
-    bypass = Bypass(hidden.meta["val"].shape[-1], rank, module_device(graph_module))
+    """Insert `bypasses.<index>` of `hidden` before `anchor`, on the device of the block that is skipped."""
+    bypass = Bypass(
+        hidden.meta["val"].shape[-1], rank, module_device(graph_module.get_submodule(str(block.target)))
+    )
     bypass.reset_parameters(torch.Generator().manual_seed(seed * 100_003 + 75_000 + index))
     graph_module.add_submodule(f"bypasses.{index}", bypass)
     build = Builder(graph_module, anchor, made_by)

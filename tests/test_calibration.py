@@ -181,12 +181,72 @@ def test_it_is_reproducible_and_reports_progress(rows):
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+def test_routers_stay_trainable(rows):
+    """Scores lie around 0, where `tanh` has a slope and a router that is its own predictor is about right."""
+    model = convert(predictor="aux")
+    calibrate(model, rows, rows=40)
+    with torch.no_grad():
+        for gate in model.gates.children():
+            gate.alpha.fill_(0.2)
+    output = model(rows.rows[:8].long(), routing="topk")
+    for route in output.routing.values():
+        wanted = membership(route.scores, 0.5, 1)
+        assert abs(float(route.scores.mean())) < 2.0
+        assert float(((route.scores > 0) == wanted).float().mean()) > 0.8
+    output.logits.square().sum().backward()
+    for router in model.routers.children():
+        assert float(router.weight.grad.norm()) > 1e-3
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_any_width_of_the_predictor(rows, width):
+    model = convert(predictor_hidden=width)
+    calibrate(model, rows, rows=8)
+    route = model(rows.rows[:2].long(), routing="topk").routing[1]
+    torch.testing.assert_close(route.predictor_logits, 4 * route.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_random_routing_leaves_the_callers_generator_alone(rows):
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = convert(routing="random")
+        before = torch.random.get_rng_state()
+        blocks = calibrate(model, rows, rows=8).blocks
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert all(block.predictor_accuracy is None for block in blocks)
+        states.append(model.state_dict())
+    for name, tensor in states[0].items():
+        if name.startswith("bypasses."):
+            assert torch.equal(tensor, states[1][name])
+
+
+def test_dropped_blocks_are_reported_with_any_bypass(rows):
+    for bypass in ("identity", "linear"):
+        model = convert(layers=(0, 1, 3), capacity=(0.0, 0.5, 0.0), bypass=bypass)
+        report = calibrate(model, rows, rows=8)
+        assert [(block.index, block.capacity) for block in report.blocks] == [(0, 0.0), (1, 0.5), (3, 0.0)]
+        for block in report.blocks:
+            assert (block.skip_error == block.skip_error_before) == (bypass == "identity")
+
+
+def test_the_dense_model_keeps_its_cache(rows):
+    dense = tiny_model("llama")
+    dense.generation_config.use_cache = True
+    modify.convert(dense, modify.MoDConfig(capacity=0.5, bypass="linear"), rows)
+    assert dense.generation_config.use_cache
+
+
 def test_bad_numbers_are_refused(rows):
     model = convert()
     with pytest.raises(ConfigError, match="rows must be at least 1, got 0"):
         calibrate(model, rows, rows=0)
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         calibrate(model, rows, batch_size=0)
+    for gate in ("linear", "sigmoid"):
+        with pytest.raises(ConfigError, match=f"gate='{gate}' cannot be calibrated"):
+            calibrate(convert(gate=gate), rows)
 
 
 def test_rows_are_spread():
