@@ -123,6 +123,8 @@ def test_healing_options_arrive(run: Run, tmp_path: Path) -> None:
 
 def test_tables(run: Run, tmp_path: Path) -> None:
     assert "4 blocks, 2 routed" in run(f"convert dense {tmp_path}/out")
+    dropped = run(f"convert dense {tmp_path}/dropped --layers 0,2 --capacity 0,0.5")
+    assert "4 blocks, 1 routed, 1 dropped" in dropped
     shown = run("inspect mod")
     assert "model.layers.1" in shown
     assert "50.0 %" in shown
@@ -196,7 +198,7 @@ def test_every_option_of_a_config_is_one_of_the_command(
     parameters = inspect.signature(COMMANDS[command]).parameters
     for field in dataclasses.fields(config):
         assert field.name in parameters
-        if field.name not in ("capacity", "layers"):
+        if field.name not in ("capacity", "layers", "bypass"):  # bypass: depends on --calibrate
             assert parameters[field.name].default == field.default
 
 
@@ -263,3 +265,22 @@ def test_progress_on_a_terminal() -> None:
     with terminal.training(5) as training:
         training({"phase": "train", "step": 1, "lm_loss": 2.0, "capacity": 0.5, "tokens_per_second": 10})
         training({"phase": "calibrate", "done": 1, "total": 2})
+
+
+def test_calibration_on_the_command_line(run, tmp_path):
+    fitted = run(f"convert dense {tmp_path}/fitted --capacity 0.5 --calibrate pydoc --calibration-rows 6")
+    assert "fitted on 1,536 tokens" in fitted
+    rows = [line.split() for line in fitted.splitlines() if line.strip().startswith(("1 ", "3 "))]
+    assert all(float(row[2]) < float(row[1]) for row in rows if len(row) == 6)
+    assert modify.load(tmp_path / "fitted").mod_config.bypass == "linear"
+    chosen = run(
+        f"convert dense {tmp_path}/chosen --attend all --calibrate pydoc --select sensitivity --flops 0.9 "
+        "--calibration-rows 6 --capacities 0.5,0"
+    )
+    assert "chosen on text where the dense model's loss is" in chosen
+    model = modify.load(tmp_path / "chosen")
+    written = json.loads((tmp_path / "chosen" / "calibration.json").read_text())
+    assert written["selection"]["flops_ratio"] <= 0.9
+    assert written["selection"]["config"]["layers"] == list(model.mod_config.layers)
+    for name in (str(layer) for layer in model.mod_config.layers):
+        assert name in chosen

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import CONTEXT, write_gguf, write_llama
 from transformers import T5Config
 
-import modify.checkpoint
+import modify.conversion
 from modify.cli import main
 from modify.config import MoDConfig
 
@@ -159,6 +159,26 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
         ("every block would be dropped", "leave at least one"),
     ),
     (nothing, "convert dense out --capacity 1.2", ("capacity", "1.2")),
+    (nothing, "convert dense out --bypass linear --bypass-rank 0", ("bypass_rank", "at least 1")),
+    (nothing, "convert dense out --select sensitivity --flops 0.8", ("--calibrate",)),
+    (nothing, "convert dense out --select sensitivity --calibrate pydoc", ("--flops 0.67",)),
+    (nothing, "convert dense out --flops 0.8", ("--select sensitivity", "leave --flops out")),
+    (nothing, "convert dense out --capacities 0.5", ("--select sensitivity", "leave --capacities out")),
+    (nothing, "convert dense out --calibration-rows 8", ("--calibrate", "leave --calibration-rows out")),
+    (nothing, "convert dense out --length 8", ("--calibrate", "leave --length out")),
+    (nothing, "convert dense out --calibrate absent.txt", ("no such file", "absent.txt")),
+    (nothing, "convert dense out --calibrate pydoc --gate linear", ("gate='linear'", "gate='tanh'")),
+    (nothing, "convert dense out --calibrate pydoc --length 900", ("length", "context")),
+    (
+        nothing,
+        "convert dense out --calibrate pydoc --select sensitivity --flops 2",
+        ("flops", "between 0 and 1"),
+    ),
+    (
+        nothing,
+        "convert dense out --calibrate pydoc --select sensitivity --flops 0.5 --capacities 0.2,0.5",
+        ("capacities must descend",),
+    ),
     (nothing, "convert dense out --capacity some", ("--capacity", "'some'")),
     (nothing, "convert dense out --capacity 0.5,0.5,0.5", ("3 values", "2 blocks")),
     (nothing, "convert dense out --layers 1,9", ("block 9", "4 blocks")),
@@ -239,19 +259,19 @@ def test_no_space_left(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(modify.checkpoint, "save_file", full)
+    monkeypatch.setattr(modify.conversion, "save_file", full)
     fails(capsys, command, "no space left", "nothing was kept")
 
 
 _INTERRUPTED = """
 import sys, time
-import modify.checkpoint, modify.cli
+import modify.conversion, modify.cli
 
 def slow(*arguments):
     print("writing", flush=True)
     time.sleep(60)
 
-modify.checkpoint.mod_state_dict = slow
+modify.conversion.mod_state_dict = slow
 sys.exit(modify.cli.main(["convert", "dense", "new/out"]))
 """
 
@@ -279,7 +299,7 @@ def test_bug_keeps_its_traceback(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(modify.checkpoint, "mod_state_dict", broken)
+    monkeypatch.setattr(modify.conversion, "mod_state_dict", broken)
     before = listing(here)
     assert main(["convert", "dense", "out"]) == 1
     err = capsys.readouterr().err
