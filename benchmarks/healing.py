@@ -40,15 +40,16 @@ from healing_arms import (
 from healing_report import draw_flops, draw_tokens, plan_table, tables
 from healing_texts import Texts, measure, read_rows, unpack
 from rich.console import Console
+from transformers import PreTrainedModel
 
 import modify
 from modify.calibration import CalibrationOptions, spread_indices
 from modify.checkpoint import load_any, load_tokenizer
 from modify.conversion import convert_checkpoint
 from modify.errors import ConfigError, ModifyError
-from modify.evaluation import evaluate
+from modify.evaluation import run_rows
 from modify.flops import count_flops
-from modify.modeling import MoDForCausalLM
+from modify.modeling import MoDForCausalLM, Routing
 from modify.retraining import retrain
 from modify.thresholds import calibrate_thresholds
 
@@ -81,16 +82,17 @@ class Benchmark:
             ModifyError: a model cannot be converted, trained or measured.
         """
         self.results.append(self.heal(DENSE, "dense", None))
+        self.write()
         for target in self.config.ablations:
             for name in ABLATION:
                 if (row := self._reached(self.convert, name, target)) is not None:
                     self.ablation.append({"adds": ABLATION[name], **row})
-            self.write()
+                self.write()
         for target in self.config.flops:
             for name in self.config.arms:
                 if (result := self._reached(self.heal, ARMS[name], name, target)) is not None:
                     self.results.append(result)
-                    self.write()
+                self.write()
 
     def write(self) -> None:
         """Write the tables and figures of what is finished."""
@@ -134,7 +136,7 @@ class Benchmark:
             "mod_config": plan.to_dict(),
             "flops_ratio": flops,
             "measured": measured,
-            "few": evaluate(model, self.texts.few, routing="topk", batch_size=self.config.batch_size).loss,
+            "few": self._loss(model, "topk"),
         }
         write_json(path, values)
         self.report(f"{key}: {_perplexities(measured)}")
@@ -155,12 +157,11 @@ class Benchmark:
         training = self.config.training(arm)
         if arm.conversion is None or target is None:
             model = load_any(self.out / "dense", dtype=torch.float32)
-            few = evaluate(model, self.texts.few, batch_size=self.config.batch_size).loss
             before = {
                 "flops_ratio": 1.0,
                 "mod_config": None,
                 "measured": measure(model, self.texts.held_out, self.config.batch_size),
-                "few": few,
+                "few": self._loss(model, "dense"),
             }
         else:
             before = self.convert(arm.conversion, target)
@@ -227,6 +228,10 @@ class Benchmark:
             rows = self.texts.training.rows
             calibrate_thresholds(model, rows[spread_indices(len(rows), 16)], self.config.batch_size)
         return model
+
+    def _loss(self, model: PreTrainedModel, routing: Routing) -> float:
+        """Loss on the few rows, as training measures it along the way."""
+        return run_rows(model, self.texts.few.rows, routing, self.config.batch_size)[0]
 
     def _reached(self, make: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | None:
         """Make a row of a table; one that cannot be had is told there."""
@@ -317,6 +322,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, HealingC
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, run, show; a mistake is one line and exit code 2."""
+    transformers.utils.logging.disable_progress_bar()
     try:
         options, config = parse(arguments)
         benchmark = prepare(
@@ -336,6 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"healing: {error}", style="red", markup=False, soft_wrap=True)
         raise SystemExit(2) from error
     print((options.out / "results.md").read_text(encoding="utf-8"), end="")
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

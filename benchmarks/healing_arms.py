@@ -238,6 +238,7 @@ class Planner:
 
     def __init__(self, dense: Path, config: HealingConfig, out: Path) -> None:
         self.path, self.config, self.out = dense, config, out
+        self._found: dict[tuple[str, str, float], dict[int, float]] = {}
         self.dense = skeleton(read_dense_config(dense))
         graph = dense_graph(self.dense)
         self.num_blocks = len(block_calls(graph.graph))
@@ -270,27 +271,9 @@ class Planner:
             CannotReachError: even one token per routed block and row is too much.
             LookupError: the blocks are chosen by a search that was not made yet; see `search`.
         """
-        target = self.target(nominal)
-        config = self._options(conversion)
-        if conversion.blocks == "interleaved":
-            return self._meet(config, target)
-        layers: dict[int, float] = {}
-        block, before = -1, 1.0
-        for step in self._steps(conversion):
-            block, before = step["block"], layers.get(step["block"], 1.0)
-            layers[block] = step["capacity"]
-            if step["flops_ratio"] <= target + _ROUNDING:
-                break
-        else:
-            raise LookupError(nominal)
-        if conversion.blocks == "sensitivity":
-            # The last step goes as far as it must. A capacity of 0 spares keys and values too, so that it may save more
-            # than the smallest capacity does.
-            try:
-                return self._meet(_with_layers(config, layers | {block: before}), target, block)
-            except CannotReachError:
-                pass
-        return _with_layers(config, layers)
+        blocks = self._interleaved if conversion.blocks == "interleaved" else self._searched
+        layers = blocks(conversion, nominal)
+        return _with_layers(self._options(conversion), layers)
 
     def search(
         self,
@@ -324,6 +307,35 @@ class Planner:
         )
         write_json(self._search_file(conversion), selection.to_dict())
 
+    def _interleaved(self, conversion: Conversion, nominal: float) -> dict[int, float]:
+        """Every second block, at the capacity that meets the target."""
+        key = (conversion.attend, conversion.bypass, nominal)  # gates and routers cost the same
+        if key not in self._found:
+            self._found[key] = self._meet(self._options(conversion), self.target(nominal))
+        return self._found[key]
+
+    def _searched(self, conversion: Conversion, nominal: float) -> dict[int, float]:
+        """The search's choices up to the target, the last one only as far as it must go."""
+        layers: dict[int, float] = {}
+        block, before = -1, 1.0
+        for step in self._steps(conversion):
+            block, before = step["block"], layers.get(step["block"], 1.0)
+            layers[block] = step["capacity"]
+            if step["flops_ratio"] <= self.target(nominal) + _ROUNDING:
+                break
+        else:
+            raise LookupError(nominal)
+        if conversion.blocks == "dropped":
+            return layers
+        # With learned routing, so that random routing gets the same capacities.
+        config = self._options(dataclasses.replace(conversion, routing="learned"))
+        try:
+            return self._meet(_with_layers(config, layers | {block: before}), self.target(nominal), block)
+        except (
+            CannotReachError
+        ):  # a dropped block spares keys and values too, and with them more than any capacity
+            return layers
+
     def _search_file(self, conversion: Conversion) -> Path:
         return self.out / f"search-{conversion.blocks}-{conversion.bypass}.json"
 
@@ -346,8 +358,8 @@ class Planner:
             seed=self.config.seed,
         )
 
-    def _meet(self, config: MoDConfig, target: float, block: int | None = None) -> MoDConfig:
-        """Return `config` with the largest capacity of one block, or of all, at which the model meets the target."""
+    def _meet(self, config: MoDConfig, target: float, block: int | None = None) -> dict[int, float]:
+        """Return the layers of `config`, one block or all at the largest capacity that meets the target."""
         graph = convert(self.dense, config)
         routing: dict[int, Any] = dict(routing_of(graph.graph))
         layers = config.routed_layers(self.num_blocks)
@@ -370,7 +382,7 @@ class Planner:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if ratio(middle) <= target + _ROUNDING else (low, middle - 1)
-        return _with_layers(config, layers | dict.fromkeys(adapted, low / length))
+        return layers | dict.fromkeys(adapted, low / length)
 
 
 def start_like_p_mod(model: nn.Module) -> None:
