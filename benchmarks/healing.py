@@ -31,12 +31,10 @@ from healing_arms import (
     CONVERSIONS,
     DENSE,
     Arm,
-    CannotReachError,
     HealingConfig,
-    Planner,
     start_like_p_mod,
-    write_json,
 )
+from healing_plan import CannotReachError, Planner, write_json
 from healing_report import draw_flops, draw_tokens, plan_table, tables
 from healing_texts import Texts, measure, read_rows, unpack
 from rich.console import Console

@@ -11,7 +11,8 @@ from typing import Any
 import healing
 import pytest
 from checkpoints import write_llama
-from healing_arms import ABLATION, ARMS, CONVERSIONS, DENSE, CannotReachError, HealingConfig, Planner
+from healing_arms import ABLATION, ARMS, CONVERSIONS, DENSE, HealingConfig
+from healing_plan import CannotReachError, Planner
 
 import modify
 from modify.checkpoint import load_dense
@@ -213,7 +214,7 @@ def test_arms_that_differ_in_kind(files: list[str], out: Path, tmp_path: Path) -
     assert planned == results["zero-gate"]["mod_config"] | {"gate": "linear"}
     healed = tmp_path / "out" / "healed"
     gates = modify.load(healed / "0.8-zero-gate").gates
-    assert [float(gate.alpha) for gate in gates.children()] == pytest.approx([0.2, 0.2])
+    assert [gate.alpha.item() for gate in gates.children()] == pytest.approx([0.2, 0.2])
     dense, routers = load_dense(out / "dense"), modify.load(healed / "0.8-routers").state_dict()
     assert all(routers[name].equal(tensor) for name, tensor in dense.state_dict().items())
 
