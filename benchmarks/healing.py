@@ -191,7 +191,7 @@ class Benchmark:
             "before": before["measured"],
             "after": after,
             "training": training.to_dict(),
-            "tokens": training.steps * per_step,
+            "tokens": self.config.trained_tokens,
             "seconds": seconds,
             "curve": [(0, before["few"]), *curve],
         }
@@ -323,17 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         options, config = parse(arguments)
-        benchmark = prepare(
-            config,
-            options.checkpoint,
-            options.data,
-            options.eval,
-            options.out,
-            console.print,
-            dry_run=options.dry_run,
-        )
+        paths = (options.checkpoint, options.data, options.eval, options.out)
+        benchmark = prepare(config, *paths, _say, dry_run=options.dry_run)
         if options.dry_run:
-            print(plan_table(benchmark.plans(), config.steps, config.tokens), end="")
+            print(plan_table(benchmark.plans(), config.steps, config.trained_tokens), end="")
             return
         benchmark.run()
     except ModifyError as error:

@@ -93,7 +93,7 @@ class HealingConfig:
         flops: targets: shares of the dense model's operations, for rows of `length` tokens.
         arms: of `ARMS`; the dense model is always trained too.
         ablation: target of the ablation table; 0 leaves it out.
-        tokens: that every arm trains on.
+        tokens: that every arm trains on, rounded down to whole steps.
         length: tokens per row, everywhere.
         batch_size: rows per optimizer step, and per forward pass elsewhere.
         train: what moves in every arm but `routers`; see `RetrainConfig`.
@@ -173,6 +173,11 @@ class HealingConfig:
     def steps(self) -> int:
         """Optimizer steps of every arm."""
         return self.tokens // (self.batch_size * self.length)
+
+    @property
+    def trained_tokens(self) -> int:
+        """`tokens`, in whole steps."""
+        return self.steps * self.batch_size * self.length
 
     @property
     def ablations(self) -> tuple[float, ...]:
