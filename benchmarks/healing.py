@@ -34,7 +34,7 @@ from healing_arms import (
     HealingConfig,
     start_like_p_mod,
 )
-from healing_plan import CannotReachError, Planner, write_json
+from healing_plan import CannotReachError, Planner, deployed_flops, write_json
 from healing_report import draw_flops, draw_tokens, plan_table, tables
 from healing_texts import Texts, measure, read_rows, unpack
 from rich.console import Console
@@ -46,7 +46,6 @@ from modify.checkpoint import load_any, load_tokenizer
 from modify.conversion import convert_checkpoint
 from modify.errors import ConfigError, ModifyError
 from modify.evaluation import run_rows
-from modify.flops import count_flops
 from modify.modeling import MoDForCausalLM, Routing
 from modify.retraining import retrain
 from modify.thresholds import calibrate_thresholds
@@ -103,7 +102,7 @@ class Benchmark:
         """Convert the dense model in the way `name` of `CONVERSIONS` and measure the result, or read what was found.
 
         Returns:
-            JSON-ready: `conversion`, `target`, `mod_config`, `flops_ratio` under top-k routing, `measured`, and `few`,
+            JSON-ready: `conversion`, `target`, `mod_config`, `flops_ratio` as deployed, `measured`, and `few`,
             the loss on the few rows. `out/converted` has the checkpoint.
         """
         key = f"{target:g}-{name}"
@@ -127,7 +126,7 @@ class Benchmark:
         )
         model = self._load_converted(name, target)
         measured = measure(model, self.texts.held_out, self.config.batch_size)
-        flops = count_flops(model.graph, 1, self.config.length) / self.planner.dense_flops
+        flops = deployed_flops(model.graph, model.mod_config, self.config.length) / self.planner.dense_flops
         values = {
             "conversion": name,
             "target": target,

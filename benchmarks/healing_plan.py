@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from healing_arms import CONVERSIONS, Conversion, HealingConfig
+from torch import fx
 
 from modify.checkpoint import load_dense, read_dense_config, skeleton
 from modify.config import MoDConfig
-from modify.convert import convert
+from modify.convert import convert, route_by_predictor
 from modify.data import PackedDataset
 from modify.dense import dense_graph
 from modify.errors import ConfigError
@@ -173,7 +174,7 @@ class Planner:
                 if index in routing:  # not blocks that had to stay dense
                     routing[index].args[1].update_arg(1, tokens / length)
             graph.recompile()
-            return count_flops(graph, 1, length) / self.dense_flops
+            return deployed_flops(graph, config, length) / self.dense_flops
 
         low, high = 1, round(length * layers[adapted[0]])
         if (least := ratio(low)) > target + _ROUNDING:
@@ -185,6 +186,11 @@ class Planner:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if ratio(middle) <= target + _ROUNDING else (low, middle - 1)
         return layers | dict.fromkeys(adapted, low / length)
+
+
+def deployed_flops(graph: fx.GraphModule, config: MoDConfig, length: int) -> int:
+    """Count the operations of a row as deployed: under predictor routing, with all slots that the slack asks for."""
+    return count_flops(route_by_predictor(graph, config), 1, length)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

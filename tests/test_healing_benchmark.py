@@ -21,7 +21,7 @@ from modify.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "--flops 0.8 --ablation 0.8 --length 64 --batch-size 4 --tokens 2600 --precision fp32 --bypass-rank 2 "
+    "--flops 0.8 --ablation 0.8 --length 256 --batch-size 2 --tokens 7200 --precision fp32 --bypass-rank 2 "
     "--predictor-hidden 2 --search-rows 4 --fit-rows 8 --eval-rows 4 --curve-rows 2 --curve-points 2 --save-every 2"
 )
 
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A checkpoint and three texts."""
     folder = tmp_path_factory.mktemp("healing")
     write_llama(folder / "checkpoint")
-    for name, first, count in (("train", 0, 400), ("wiki", 3000, 60), ("novel", 7000, 60)):
+    for name, first, count in (("train", 0, 700), ("wiki", 3000, 90), ("novel", 7000, 90)):
         text = "".join(f"{i} and {i + 1} make {2 * i + 1}.\n" for i in range(first, first + count))
         (folder / f"{name}.txt").write_text(text)
     named = (
@@ -243,7 +243,7 @@ def test_what_cannot_be_reached_is_told(files: list[str], out: Path, tmp_path: P
 
 
 def test_a_step_of_the_search_goes_as_far_as_it_must(out: Path) -> None:
-    options = HealingConfig(length=64, bypass_rank=2, predictor_hidden=2, flops=(0.8,), ablation=0.0)
+    options = HealingConfig(length=256, bypass_rank=2, predictor_hidden=2, flops=(0.8,), ablation=0.0)
     planner = Planner(out / "dense", options, out)
     steps = read(out / "search-sensitivity-linear.json")["steps"]
     target = planner.target(0.8)
