@@ -192,29 +192,32 @@ def _calibrated(
 ) -> tuple[fx.GraphModule, BlockSelection | None, CalibrationReport]:
     """Convert the dense checkpoint in `path` with its weights, and calibrate it."""
     from modify.calibration import calibrate
-    from modify.evaluation import default_length
+    from modify.evaluation import default_length, packed_rows
     from modify.selection import select_blocks
 
     model = load_dense(path, dtype=torch.float32)
     tokenizer = None if isinstance(options.data, PackedDataset) else load_tokenizer(path)
-    length = options.length or default_length(model)
-    text: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "batch_size": options.batch_size}
+    rows = packed_rows(model, options.data, tokenizer, options.length or default_length(model))
     selection = None
     if options.flops is not None:
         selection = select_blocks(
             model,
             config,
-            options.data,
+            rows,
             flops=options.flops,
             capacities=options.capacities,
+            batch_size=options.batch_size,
             progress=_phase(progress, "choosing blocks"),
-            **text,
         )
         config = selection.config
     graph = convert(model, config, progress=_phase(progress, "checking blocks"))
     routed = MoDForCausalLM(model_config(model.config, graph), model, graph)
     report = calibrate(
-        routed, options.data, rows=options.rows, progress=_phase(progress, "calibrating"), **text
+        routed,
+        rows,
+        rows=options.rows,
+        batch_size=options.batch_size,
+        progress=_phase(progress, "calibrating"),
     )
     return graph, selection, report
 
