@@ -19,7 +19,7 @@ ADDED = ("routers", "gates", "predictors", "bypasses")
 
 
 def flops_by_block(graph: fx.GraphModule, batch: int, length: int) -> dict[int, int]:
-    """FLOPs of every block, with its router and predictor, by index; everything else under -1."""
+    """FLOPs of every block, with its router, predictor and bypass, by index; everything else under -1."""
     counter = FlopCounterMode(display=False)
     # The math implementation consists of matrix products that the counter knows on every device.
     with (

@@ -1,7 +1,7 @@
 """Converting checkpoints on disk: from a Hugging Face directory or a `.gguf` file to a converted directory.
 
 The dense weights are never loaded and never rewritten: the graph is built with parameters on the meta device, the
-shards are hard-linked (or copied), and routers, predictors and gates go into one extra file, `mod.safetensors`, beside
+shards are hard-linked (or copied), and what the conversion adds goes into one extra file, `mod.safetensors`, beside
 them. That file is not listed in the shards' index, so that transformers reads the dense weights of a converted
 directory exactly as it reads the dense model's, with everything it knows about them (renamed and fused tensors,
 quantisation, device maps).

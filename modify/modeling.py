@@ -84,7 +84,7 @@ class MoDOutput(ModelOutput):
 class MoDForCausalLM(PreTrainedModel, GenerationMixin):
     """A Mixture-of-Depths causal LM: the modules of the dense model, run by the converted graph.
 
-    Parameters and submodules keep the dense model's names; routers, gates and predictors are added beside them. In
+    Parameters and submodules keep the dense model's names; routers, gates, predictors and bypasses are beside them. In
     training mode blocks route by top-k, in evaluation mode by their predictors, unless a call says otherwise.
     """
 
@@ -378,7 +378,7 @@ def model_config(dense_config: PreTrainedConfig, graph: fx.GraphModule) -> MoDMo
 
 
 def mod_state_dict(graph: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a conversion added: routers, gates and predictors, contiguous on the CPU."""
+    """Return the tensors that a conversion added: routers, gates, predictors and bypasses, contiguous on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in graph.state_dict().items()
@@ -399,7 +399,7 @@ def _read_config(path: str, hub: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _load_mod_weights(model: MoDForCausalLM, path: str) -> None:
-    """Load routers, gates and predictors; refuse whatever does not fit, by name."""
+    """Load what a conversion added; refuse whatever does not fit, by name."""
     expected = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(MOD_PREFIXES)}
     try:
         with safe_open(path, framework="pt") as file:

@@ -37,7 +37,7 @@ class BlockSummary:
         tokens: number of a sequence's tokens that it runs (by top-k).
         parameters: of the block itself.
         added_parameters: of its router, gate and predictor.
-        flops: per forward pass, those of router and predictor included.
+        flops: per forward pass, those of router, predictor and bypass included.
         cache_bytes: keys and values (or other state) of the tokens that are attended to: those that it runs, or all
             with `attend="all"`; None where the model has no cache.
     """
