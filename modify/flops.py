@@ -23,7 +23,8 @@ def count_flops(graph_module: fx.GraphModule, batch: int, length: int, *, causal
 
     `torch.utils.flop_counter` counts matrix products, convolutions and attention, a multiplication and an addition as
     two operations; element-wise operations, norms and softmax count nothing. Dense and routed graphs are counted alike,
-    routers, predictors and bypasses included. Nothing is computed and no weight is read: parameters may be on the meta device.
+    routers, predictors and bypasses included. Nothing is computed and no weight is read: parameters may be on the meta
+    device.
 
     Args:
         graph_module: called as `graph(input_ids)`, or `graph(input_ids, attention_mask)` where that has no default.
