@@ -21,7 +21,7 @@ from modify.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "--flops 0.8 --ablation 0.8 --length 256 --batch-size 2 --tokens 7200 --precision fp32 --bypass-rank 2 "
+    "--flops 0.8 --ablation 0.8 --length 256 --batch-size 2 --tokens 5200 --precision fp32 --bypass-rank 2 "
     "--predictor-hidden 2 --search-rows 4 --fit-rows 8 --eval-rows 4 --curve-rows 2 --curve-points 2 --save-every 2"
 )
 
@@ -110,8 +110,8 @@ def test_arms_are_trained_alike(out: Path) -> None:
     arms = {path.stem: read(path) for path in (out / "arms").glob("*.json")}
     assert sorted(arms) == ["0.8-ours", "0.8-shallower", "dense"]
     for arm in arms.values():
-        assert arm["tokens"] == 2560
-        assert [tokens for tokens, _ in arm["curve"]] == [0, 5 * 256, 10 * 256]
+        assert arm["tokens"] == 5120
+        assert [tokens for tokens, _ in arm["curve"]] == [0, 5 * 512, 10 * 512]
         assert arm["curve"][-1][1] < arm["curve"][0][1]
         assert arm["seconds"] > 0
     ours = arms["0.8-ours"]["after"]["wiki"]["predictor"]
