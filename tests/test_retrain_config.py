@@ -113,7 +113,7 @@ def test_targets_survive_json() -> None:
 
 def test_the_healing_page_names_options_that_exist() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "healing.md").read_text(encoding="utf-8")
-    page, _, _ = page.partition("## Measuring what it is worth")  # with a benchmark, which has options of its own
+    page, _, _ = page.partition("## Measuring what it is worth")  # which a benchmark does, by its own options
     names = {field.name for config in (RetrainConfig, MoDConfig) for field in dataclasses.fields(config)}
     named = set(re.findall(r"`(\w+_\w+)`", page))
     assert named
