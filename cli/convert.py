@@ -9,6 +9,7 @@ import typer
 
 from modify.cli.console import Terminal, percent, table
 from modify.cli.options import (
+    ROW_LENGTH,
     Json,
     Out,
     Overwrite,
@@ -122,7 +123,7 @@ def convert(
         typer.Option(
             "--length",
             "--seq-len",
-            help="Tokens per row; by default 512, or the model's context where that is shorter.",
+            help=ROW_LENGTH,
             show_default=False,
             rich_help_panel=_CALIBRATION,
         ),

@@ -24,6 +24,7 @@ Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, ..; auto is the GPU where there is one.")
 ]
 Length = Annotated[int, typer.Option("--length", "--seq-len", help="Tokens per sequence.")]
+ROW_LENGTH = "Tokens per row; by default 512, or the model's context where that is shorter."
 BatchSize = Annotated[int, typer.Option("--batch-size", help="Sequences per forward pass.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Data = Annotated[

@@ -11,7 +11,7 @@ import typer
 from modify.cli.console import Interrupted, Terminal, table
 from modify.cli.evaluate import metrics_tables
 from modify.cli.loading import load_model, load_tokenizer
-from modify.cli.options import Data, Json, Out, Overwrite, Seed, Verbose
+from modify.cli.options import ROW_LENGTH, Data, Json, Out, Overwrite, Seed, Verbose
 from modify.retrain_config import Precision, RetrainConfig, Schedule, Train
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def retrain(
         typer.Option(
             "--length",
             "--seq-len",
-            help="Tokens per row; by default 512, or the model's context where that is shorter.",
+            help=ROW_LENGTH,
             show_default=False,
         ),
     ] = _DEFAULT.length,

@@ -117,7 +117,7 @@ def fit_predictor(predictor: nn.Module, router: nn.Module) -> None:
     """Let a network predictor say what a fitted router says; others are left as they are."""
     if not isinstance(predictor, Predictor) or not isinstance(router, Router):
         return
-    # silu(z + 20) is z + 20 to 1e-8: one hidden unit computes a linear function. The others start unheard.
+    # For scores above -10 silu(z + 20) is z + 20 to 1e-3: one hidden unit is linear. The others start unheard.
     predictor.down.weight.zero_()
     predictor.up.weight[0] = router.weight
     predictor.up.bias[0] = router.bias + _LINEAR_FROM
