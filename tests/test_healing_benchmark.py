@@ -222,7 +222,7 @@ def test_arms_that_differ_in_kind(files: list[str], out: Path, tmp_path: Path) -
 def test_dry_run(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     healing.main([*files, "--dry-run", "--flops", "0.8,0.5", "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out
-    assert "trains 10 steps, 2,560 tokens" in shown  # of 2,600
+    assert "trains 10 steps, 5,120 tokens" in shown  # of 5,200
     assert re.search(r"\| 0.8 \| paper \| [78]\d\.\d% \| 1 3: 0\.\d+ \|", shown)
     assert re.search(r"\| 0.8 \| ours \| .* \| blocks are chosen by the search", shown)
     assert re.search(
