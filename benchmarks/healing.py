@@ -111,11 +111,14 @@ class Benchmark:
             return _read(path)
         conversion = CONVERSIONS[name]
         if conversion.blocks != "interleaved":
-            self.planner.search(conversion, self.texts.training, _percent(self.report, f"{key}: search"))
+            self.planner.search(conversion, self.texts.calibration, _percent(self.report, f"{key}: search"))
         plan = self.planner.plan(conversion, target)
         self.report(f"{key}: {'calibrating' if conversion.calibrated else 'converting'}")
         options = CalibrationOptions(
-            data=self.texts.training, rows=self.config.fit_rows, batch_size=self.config.batch_size
+            data=self.texts.calibration,
+            rows=self.config.fit_rows,
+            batch_size=self.config.batch_size,
+            precision=self.config.precision,
         )
         convert_checkpoint(
             self.out / "dense",
@@ -222,7 +225,7 @@ class Benchmark:
         if CONVERSIONS[name].zero_start:
             start_like_p_mod(model)
         if not CONVERSIONS[name].calibrated:
-            rows = self.texts.training.rows
+            rows = self.texts.calibration.rows
             calibrate_thresholds(model, rows[spread_indices(len(rows), 16)], self.config.batch_size)
         return model
 
@@ -259,6 +262,7 @@ def prepare(
     config: HealingConfig,
     checkpoint: Path,
     data: Sequence[str],
+    calibration: Sequence[str],
     held_out: Sequence[str],
     out: Path,
     report: Report = lambda line: None,
@@ -283,7 +287,7 @@ def prepare(
         refuse_difference(out, settings)
     else:
         unpack(checkpoint, out / "dense")
-    texts = read_rows(out / "dense", data, held_out, config)
+    texts = read_rows(out / "dense", data, calibration, held_out, config)
     if started:
         refuse_difference(out, texts.fingerprints)
     elif not dry_run:
@@ -297,7 +301,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, HealingC
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--checkpoint", type=Path, required=True, help="dense directory or .gguf file")
-    parser.add_argument("--data", nargs="+", required=True, help="text to train and calibrate on")
+    parser.add_argument("--data", nargs="+", required=True, help="text to train on")
+    parser.add_argument(
+        "--calibration", nargs="+", default=[], help="text to calibrate and choose blocks on; by default that of --data"
+    )
     parser.add_argument("--eval", action="append", required=True, help="held-out text; may be given again")
     parser.add_argument("--out", type=Path, required=True, help="folder of results, which may be continued")
     parser.add_argument("--dry-run", action="store_true", help="show arms, capacities and operations only")
@@ -322,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         options, config = parse(arguments)
-        paths = (options.checkpoint, options.data, options.eval, options.out)
+        paths = (options.checkpoint, options.data, options.calibration, options.eval, options.out)
         benchmark = prepare(config, *paths, _say, dry_run=options.dry_run)
         if options.dry_run:
             print(plan_table(benchmark.plans(), config.steps, config.trained_tokens), end="")

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from modify.config import AttendKind, BypassKind, GateKind, RoutingKind
+from modify.config import AttendKind, BypassKind, GateKind, Precision, RoutingKind
 from modify.errors import ConfigError
-from modify.retrain_config import Precision, RetrainConfig, Train
+from modify.retrain_config import RetrainConfig, Train
 
 _FREE = ("flops", "arms", "ablation", "save_every", "keep")  # what a continued benchmark may change
 
@@ -99,14 +99,15 @@ class HealingConfig:
         train: what moves in every arm but `routers`; see `RetrainConfig`.
         learning_rate: see `RetrainConfig`; so are the next two.
         router_learning_rate: peak rate of routers, gates and predictors.
-        precision: of training; everything is measured in float32.
+        precision: of calibration and training; everything is measured in float32.
         distill: weight of the distillation loss in the arms that distill.
         router_share: share of the steps in which only what the conversion added moves, in the arms that distill.
         predictor_share: share of the steps, at the end, in which the predictors select, in the same arms.
-        bypass_rank: see `MoDConfig`.
-        predictor_hidden: see `MoDConfig`.
-        search_rows: training rows that blocks are chosen on.
-        fit_rows: training rows that are calibrated on.
+        bypass_rank: see `MoDConfig`; so are the next two.
+        predictor_hidden: width of the predictors.
+        predictor_slack: slots of the deployed model, relative to the capacity.
+        search_rows: rows of the calibration text that blocks are chosen on.
+        fit_rows: rows of the calibration text that are calibrated on.
         eval_rows: rows of every held-out text, spread evenly over it; 0 takes all.
         curve_rows: rows of every held-out text that are measured along training.
         curve_points: how often.
@@ -133,8 +134,9 @@ class HealingConfig:
     predictor_share: float = 0.2
     bypass_rank: int = 64
     predictor_hidden: int = 64
-    search_rows: int = 16
-    fit_rows: int = 64
+    predictor_slack: float = 1.1
+    search_rows: int = 24
+    fit_rows: int = 128
     eval_rows: int = 32
     curve_rows: int = 4
     curve_points: int = 8

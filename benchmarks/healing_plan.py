@@ -108,6 +108,7 @@ class Planner:
             capacities=(0.0,) if conversion.blocks == "dropped" else None,
             rows=self.config.search_rows,
             batch_size=self.config.batch_size,
+            precision=self.config.precision,
             progress=progress,
         )
         write_json(self._search_file(conversion), selection.to_dict())
@@ -158,6 +159,7 @@ class Planner:
             routing=conversion.routing,
             bypass_rank=self.config.bypass_rank,
             predictor_hidden=self.config.predictor_hidden,
+            predictor_slack=self.config.predictor_slack,
             seed=self.config.seed,
         )
 

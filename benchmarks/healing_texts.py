@@ -23,24 +23,27 @@ from modify.storage import atomic_directory, link_or_copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Rows of tokens: to train on, to measure on by the text's name, and a few of the latter for the curves."""
+    """Rows of tokens: to train on, to calibrate on, to measure on by the text's name, and a few of those for curves."""
 
     training: PackedDataset
+    calibration: PackedDataset
     held_out: dict[str, PackedDataset]
     few: PackedDataset
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Short hash of the rows of each text."""
-        rows = {"training": self.training, **self.held_out}
+        rows = {"training": self.training, "calibration": self.calibration, **self.held_out}
         return {
             f"text of {name}": hashlib.sha256(r.rows.numpy().tobytes()).hexdigest()[:16]
             for name, r in rows.items()
         }
 
 
-def read_rows(dense: Path, data: Sequence[str], held_out: Sequence[str], config: HealingConfig) -> Texts:
-    """Cut all texts into rows.
+def read_rows(
+    dense: Path, data: Sequence[str], calibration: Sequence[str], held_out: Sequence[str], config: HealingConfig
+) -> Texts:
+    """Cut all texts into rows; without text of its own, calibration takes the training text.
 
     Raises:
         ConfigError: `length` exceeds the model's context, or two held-out texts have the same name.
@@ -60,8 +63,10 @@ def read_rows(dense: Path, data: Sequence[str], held_out: Sequence[str], config:
         for name, source in zip(names, held_out, strict=True)
     }
     few = torch.cat([spread(rows, config.curve_rows).rows for rows in texts.values()])
+    training = packed_rows(model, list(data), tokenizer, config.length)
     return Texts(
-        training=packed_rows(model, list(data), tokenizer, config.length),
+        training=training,
+        calibration=packed_rows(model, list(calibration), tokenizer, config.length) if calibration else training,
         held_out=texts,
         few=PackedDataset(few.flatten().numpy(), config.length),
     )

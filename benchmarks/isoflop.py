@@ -35,7 +35,7 @@ from modify.errors import ConfigError, ModifyError
 from modify.evaluation import evaluate
 from modify.flops import count_flops
 from modify.modeling import MoDForCausalLM
-from modify.retrain_config import Precision, RetrainConfig
+from modify.retrain_config import RetrainConfig
 from modify.retraining import retrain
 from modify.storage import atomic_directory
 

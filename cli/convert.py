@@ -18,7 +18,7 @@ from modify.cli.options import (
     parse_capacity,
     parse_layers,
 )
-from modify.config import AttendKind, BypassKind, GateKind, MoDConfig, PredictorKind, RoutingKind
+from modify.config import AttendKind, BypassKind, GateKind, MoDConfig, Precision, PredictorKind, RoutingKind
 from modify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def convert(
         typer.Option(
             metavar="LADDER",
             help="With --select sensitivity: what a block may be lowered to, step by step; 0 drops it. By default "
-            "0.5,0.25,0.125,0.",
+            "0.7,0.5,0.3,0.",
             show_default=False,
             rich_help_panel=_CALIBRATION,
         ),
@@ -124,6 +124,15 @@ def convert(
             "--length",
             "--seq-len",
             help=ROW_LENGTH,
+            show_default=False,
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            help="Of the blocks while calibrating; bf16 is autocast, and everything is fitted in float32. By default "
+            "fp32.",
             show_default=False,
             rich_help_panel=_CALIBRATION,
         ),
@@ -195,10 +204,15 @@ def convert(
             capacities=(ladder,) if isinstance(ladder, float) else ladder,
             rows=64 if calibration_rows is None else calibration_rows,
             length=length,
+            precision=precision or "fp32",
         )
-    elif calibration_rows is not None or length is not None:
-        option = "--length" if calibration_rows is None else "--calibration-rows"
-        raise ConfigError(f"{option} belongs to --calibrate: give that too, or leave {option} out")
+    for option, value in (
+        ("--calibration-rows", calibration_rows),
+        ("--length", length),
+        ("--precision", precision),
+    ):
+        if value is not None and not calibrate:
+            raise ConfigError(f"{option} belongs to --calibrate: give that too, or leave {option} out")
     with terminal.phases() as progress:
         report = convert_checkpoint(
             src, out, config, calibration=options, overwrite=overwrite, progress=progress

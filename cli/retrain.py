@@ -12,7 +12,8 @@ from modify.cli.console import Interrupted, Terminal, table
 from modify.cli.evaluate import metrics_tables
 from modify.cli.loading import load_model, load_tokenizer
 from modify.cli.options import ROW_LENGTH, Data, Json, Out, Overwrite, Seed, Verbose
-from modify.retrain_config import Precision, RetrainConfig, Schedule, Train
+from modify.config import Precision
+from modify.retrain_config import RetrainConfig, Schedule, Train
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, fx
 
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
-from modify.config import MoDConfig
+from modify.config import MoDConfig, Precision
 from modify.errors import ConfigError
 from modify.evaluation import default_length, find_tokenizer, packed_rows
 from modify.fitting import fit_block, fit_predictor, middle, relative_error
 from modify.graph_walk import GraphWalk
+from modify.loss_metric import loss_metrics
 from modify.modeling import MoDForCausalLM
 from modify.ops.modules import Bypass, RouterAsPredictor
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
@@ -23,6 +24,9 @@ from modify.thresholds import calibrate_thresholds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+METRIC_ROWS = 16  # of the calibration rows, for the gradients of `modify.loss_metric`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,7 @@ class CalibrationOptions:
         rows: of the data, spread evenly over it.
         length: tokens per row; None for 512, or the model's context where that is shorter.
         batch_size: rows per forward pass.
+        precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
     """
 
     data: Any
@@ -46,6 +51,7 @@ class CalibrationOptions:
     rows: int = 64
     length: int | None = None
     batch_size: int = 4
+    precision: Precision = "fp32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +105,7 @@ def calibrate(
     length: int | None = None,
     rows: int = 64,
     batch_size: int = 4,
+    precision: Precision = "fp32",
     progress: Callable[[int, int], None] | None = None,
 ) -> CalibrationReport:
     """Fit bypasses, routers, predictors and thresholds of a converted model, in place and without a gradient step.
@@ -109,8 +116,9 @@ def calibrate(
     1. The `linear` bypass is the ridge regression of rank `bypass_rank` from `h`, normalised, to `h* - h`: it pulls a
        skipped token to where the dense model would have it, errors of earlier blocks included. It is fitted to all
        tokens first, and once more to those that skip. Every token counts by `1 / |h*|^2`.
-    2. The router is the ridge regression to the logarithm of the relative error that skipping leaves: the tokens that
-       are hardest to approximate run.
+    2. The router is the ridge regression to the logarithm of what skipping costs, so that the tokens run whose errors
+       hurt most. An error `e` of a hidden state costs `e^T E[g g^T] e`, where `g` is the loss gradient there in the
+       dense model, see `modify.loss_metric`.
     3. The predictor starts as the router, and its threshold at the quantile that meets the capacity.
 
     Gates are left as they are. A model of capacity 1.0 stays the dense model, bit for bit. Memory: a few hidden states
@@ -124,6 +132,7 @@ def calibrate(
             own.
         rows: how many rows to use, spread evenly over the data.
         batch_size: rows per forward pass.
+        precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
         progress: called with (blocks done, blocks in all).
 
     Raises:
@@ -134,6 +143,7 @@ def calibrate(
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     check_calibrated(model.mod_config)
+    check_precision(precision)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"parameter {name} is on the meta device: calibration needs the weights")
@@ -143,7 +153,7 @@ def calibrate(
     chosen = packed[spread_indices(len(packed), rows)]
     with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(model.mod_config.seed)  # of random routers
-        blocks = tuple(_Calibration(model, chosen, batch_size).run(progress))
+        blocks = tuple(_Calibration(model, chosen, batch_size, precision).run(progress))
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
         blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
@@ -159,6 +169,17 @@ def check_calibrated(config: MoDConfig) -> None:
         )
 
 
+def check_precision(precision: Precision) -> None:
+    """Raise `ConfigError` for a word that is no precision."""
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+
+
+def batches_of(rows: Tensor, batch_size: int, device: torch.device) -> list[Tensor]:
+    """Cut rows `[N, S]` into batches of token ids on `device`."""
+    return [rows[start : start + batch_size].long().to(device) for start in range(0, len(rows), batch_size)]
+
+
 def spread_indices(count: int, wanted: int) -> list[int]:
     """Return up to `wanted` indices below `count`, evenly spread."""
     wanted = min(count, wanted)
@@ -168,15 +189,16 @@ def spread_indices(count: int, wanted: int) -> list[int]:
 class _Calibration:
     """One run over the blocks."""
 
-    def __init__(self, model: MoDForCausalLM, rows: Tensor, batch_size: int) -> None:
+    def __init__(self, model: MoDForCausalLM, rows: Tensor, batch_size: int, precision: Precision) -> None:
         self.model = model
         routed, dense = model.graph, model.dense_graph
         device = model_device(model)
-        batches = [
-            rows[start : start + batch_size].long().to(device) for start in range(0, len(rows), batch_size)
-        ]
-        self.routed, self.dense = GraphWalk(routed, batches), GraphWalk(dense, batches)
+        batches = batches_of(rows, batch_size, device)
+        self.routed, self.dense = GraphWalk(routed, batches, precision), GraphWalk(dense, batches, precision)
         self.routing = routing_of(routed.graph)
+        learned = self.routing if model.mod_config.routing == "learned" else ()
+        few = batches_of(rows[spread_indices(len(rows), METRIC_ROWS)], batch_size, device)
+        self.metrics = loss_metrics(dense, few, learned, precision)
         self.bypasses = {
             int(str(node.target).rpartition(".")[2]): node
             for node in routed.graph.find_nodes(op="call_module", sort=True)
@@ -233,7 +255,8 @@ class _Calibration:
         router = self.model.get_submodule(f"routers.{index}")
         predictor = self.model.get_submodule(f"predictors.{index}")
         hidden = self.routed.run_to(scores.all_input_nodes[0])
-        fit = fit_block(self._bypass(index), router, hidden, targets, capacity, keep_first)
+        metric = self.metrics.pop(index, None)
+        fit = fit_block(self._bypass(index), router, hidden, targets, capacity, keep_first, metric)
         fit_predictor(predictor, router)
         return BlockCalibration(
             index=index,

@@ -14,6 +14,7 @@ RoutingKind = Literal["learned", "random"]
 PredictorKind = Literal["mlp", "aux"]
 BypassKind = Literal["identity", "linear"]
 AttendKind = Literal["selected", "all"]
+Precision = Literal["fp32", "bf16"]  # bf16: autocast, weights and sums stay in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

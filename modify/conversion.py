@@ -207,6 +207,7 @@ def _calibrated(
             flops=options.flops,
             capacities=options.capacities,
             batch_size=options.batch_size,
+            precision=options.precision,
             progress=_phase(progress, "choosing blocks"),
         )
         config = selection.config
@@ -217,6 +218,7 @@ def _calibrated(
         rows,
         rows=options.rows,
         batch_size=options.batch_size,
+        precision=options.precision,
         progress=_phase(progress, "calibrating"),
     )
     return graph, selection, report

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from modify.evaluation import membership
 from modify.least_squares import RidgeRegression
+from modify.loss_metric import metric_error
 from modify.ops.modules import Bypass, Predictor, Router
 
 # In units of a feature's variance; a tenth or ten times as much changes little.
@@ -44,12 +45,14 @@ def fit_block(
     targets: list[Tensor],
     capacity: float,
     keep_first: int,
+    metric: Tensor | None = None,
 ) -> BlockFit:
     """Fit the bypass to all tokens, the router to the errors that it leaves, and the bypass again to those that skip.
 
     Args:
         bypass: None where skipped tokens stay as they are.
         router: None in a dropped block, of capacity 0.
+        metric: what an error behind the block costs, `[D, D]`, see `modify.loss_metric`; None counts relative errors.
     """
     free = [free_tokens(h, keep_first if capacity else 0) for h in hidden]
     if bypass is not None:
@@ -57,7 +60,7 @@ def fit_block(
     skipped = hidden if bypass is None else [bypass(h) for h in hidden]
     if not capacity or router is None:
         return BlockFit(chosen=[~token for token in free], skips=free, skipped=skipped)
-    fit_router(router, hidden, skipped, targets, free, capacity, keep_first)
+    fit_router(router, hidden, skipped, targets, free, capacity, keep_first, metric)
     chosen = [membership(router(h), capacity, keep_first) for h in hidden]
     skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
     if bypass is not None and any(bool(mask.any()) for mask in skips):
@@ -89,8 +92,9 @@ def fit_router(
     tokens: list[Tensor],
     capacity: float,
     keep_first: int,
+    metric: Tensor | None = None,
 ) -> None:
-    """Fit a router to the logarithm of the relative error that skipping leaves; a random router is left as it is.
+    """Fit a router to the logarithm of what skipping costs by `metric`, see `fit_block`; a random router stays as it is.
 
     Scores are shifted so that 0 parts the tokens that run at `capacity` from those that skip.
 
@@ -101,8 +105,12 @@ def fit_router(
         return
     regression = RidgeRegression(router.weight.numel(), 1)
     for h, skip, target, mask in zip(hidden, skipped, targets, tokens, strict=True):
-        error = squared_error(skip[mask], target[mask]).clamp(min=1e-20).log() / 2
-        regression.add(_normalised(h[mask].float()), error.unsqueeze(1), torch.ones_like(error))
+        if metric is None:
+            cost = squared_error(skip[mask], target[mask])
+        else:
+            cost = metric_error(skip[mask].float() - target[mask].float(), metric)
+        difficulty = cost.clamp(min=torch.finfo(cost.dtype).tiny).log() / 2
+        regression.add(_normalised(h[mask].float()), difficulty.unsqueeze(1), torch.ones_like(difficulty))
     matrix, _ = regression.solve(_RIDGE)
     # Of unit spread, and 0 where running and skipping part: elsewhere `tanh` is flat, and no gradient would pass it.
     spread = regression.spread(matrix).clamp(min=1e-3)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from modify.config import Precision
+
+
+def low_precision(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Return the context of `precision`: autocast for `bf16`. Hidden states between blocks stay in float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 class GraphWalk:
@@ -16,13 +24,17 @@ class GraphWalk:
     depth of the model. Modules are run as they are when their node is reached.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, batches: Iterable[Tensor]) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, batches: Iterable[Tensor], precision: Precision = "fp32"
+    ) -> None:
         """Start before the first node, with `[B, S]` token ids per batch and no padding."""
         self._interpreter = fx.Interpreter(graph_module)
         self._nodes = list(graph_module.graph.nodes)
         self._next = 0
         self.values: list[dict[fx.Node, Any]] = []
+        self._precision = precision
         for ids in batches:
+            self._device = ids.device
             inputs = {"input_ids": ids, "attention_mask": None}
             self.values.append(
                 {node: inputs[node.target] for node in self._nodes if node.op == "placeholder"}
@@ -47,7 +59,8 @@ class GraphWalk:
         for values in self.values:
             if node not in values:
                 self._interpreter.env = values
-                values[node] = self._interpreter.run_node(node)
+                with low_precision(self._device, self._precision):
+                    values[node] = self._interpreter.run_node(node)
             for source in spent:
                 values.pop(source, None)
 
@@ -58,8 +71,11 @@ class GraphSegments:
     What does not depend on hidden states (rotary tables, masks) is computed once per batch and kept.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, first: fx.Node, logits: fx.Node) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, first: fx.Node, logits: fx.Node, precision: Precision = "fp32"
+    ) -> None:
         """`first` is the node of the hidden states before the first block."""
+        self._precision = precision
         self._interpreter = fx.Interpreter(graph_module)
         needed = {logits}
         for node in reversed(graph_module.graph.nodes):
@@ -80,11 +96,12 @@ class GraphSegments:
         inputs = {"input_ids": ids, "attention_mask": None}
         values: dict[fx.Node, Any] = {}
         self._interpreter.env = values
-        for node in self._nodes:
-            if node.op == "placeholder":
-                values[node] = inputs[node.target]
-            elif node is self._first or node not in self._later:
-                values[node] = self._interpreter.run_node(node)
+        with low_precision(ids.device, self._precision):
+            for node in self._nodes:
+                if node.op == "placeholder":
+                    values[node] = inputs[node.target]
+                elif node is self._first or node not in self._later:
+                    values[node] = self._interpreter.run_node(node)
         return values, values.pop(self._first)
 
     def run(
@@ -94,7 +111,8 @@ class GraphSegments:
         values = context | {start: hidden}
         self._interpreter.env = values
         last = max(self._position[stop] for stop in stops)
-        for node in self._nodes[self._position[start] + 1 : last + 1]:
-            if node in self._later:
-                values[node] = self._interpreter.run_node(node)
+        with low_precision(hidden.device, self._precision):
+            for node in self._nodes[self._position[start] + 1 : last + 1]:
+                if node in self._later:
+                    values[node] = self._interpreter.run_node(node)
         return [values[stop] for stop in stops]

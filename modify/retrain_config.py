@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from modify.config import Precision
 from modify.errors import ConfigError
 
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["fp32", "bf16"]
 Train = Literal["all", "lora", "routers"]
 
 

@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 from modify.block_costs import flops_by_block
 from modify.blocks import evaluation_mode
-from modify.calibration import check_calibrated, spread_indices
+from modify.calibration import METRIC_ROWS, batches_of, check_calibrated, check_precision, spread_indices
 from modify.capture import model_device
-from modify.config import MoDConfig
+from modify.config import MoDConfig, Precision
 from modify.convert import route_by_predictor
 from modify.errors import ConfigError
 from modify.evaluation import default_length, find_tokenizer, loss_sum, packed_rows
 from modify.fitting import fit_block
 from modify.graph_walk import GraphSegments
+from modify.loss_metric import loss_metrics
 from modify.modeling import MoDForCausalLM
 from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, merges_of, routing_of
@@ -29,7 +30,7 @@ from modify.passes.base import block_calls, merges_of, routing_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LADDER = (0.5, 0.25, 0.125, 0.0)
+LADDER = (0.7, 0.5, 0.3, 0.0)
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
 
 
@@ -95,8 +96,9 @@ def select_blocks(
     capacities: Sequence[float] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     length: int | None = None,
-    rows: int = 12,
+    rows: int = 24,
     batch_size: int = 4,
+    precision: Precision = "fp32",
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockSelection:
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
@@ -123,6 +125,7 @@ def select_blocks(
             own.
         rows: how many rows to use, spread evenly over the data; two thirds of them to fit, a third to measure.
         batch_size: rows per forward pass.
+        precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
 
     Raises:
@@ -133,6 +136,7 @@ def select_blocks(
     capacities = LADDER if capacities is None else tuple(capacities)
     _check(flops, capacities, rows, batch_size)
     check_calibrated(config)
+    check_precision(precision)
     packed = packed_rows(
         model, data, tokenizer or find_tokenizer(model), length or default_length(model)
     ).rows
@@ -145,7 +149,7 @@ def select_blocks(
     routed = MoDForCausalLM.from_dense(model, everything)
     with evaluation_mode(routed), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(config.seed)  # of random routers
-        search = _Search(routed, chosen, batch_size, capacities)
+        search = _Search(routed, chosen, batch_size, capacities, precision)
         allowed = dataclasses.replace(config, every=1, capacity=1.0).routed_layers(
             len(search.blocks_in_model)
         )
@@ -209,11 +213,17 @@ def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:
 class _Search:
     """The model under search: how far each block is lowered, and the hidden states that this leads to.
 
-    Fits are made on the first `fitted` batches, losses measured on the others.
+    Fits are made on the first `fitted` batches, losses measured on the others. The former's hidden states follow the
+    choices only when all blocks are fitted anew, the latter's after every step.
     """
 
     def __init__(
-        self, model: MoDForCausalLM, rows: Tensor, batch_size: int, capacities: tuple[float, ...]
+        self,
+        model: MoDForCausalLM,
+        rows: Tensor,
+        batch_size: int,
+        capacities: tuple[float, ...],
+        precision: Precision,
     ) -> None:
         self.model, self.capacities = model, capacities
         graph = model.graph
@@ -231,22 +241,21 @@ class _Search:
         self.alone: dict[int, float] = {}
         self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
-        self.segments = GraphSegments(graph, self.entries[self.blocks[0]], self.logits)
+        self.segments = GraphSegments(graph, self.entries[self.blocks[0]], self.logits, precision)
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
         parts = rows[~measured], rows[measured]
-        self.batches = [
-            part[start : start + batch_size].long().to(device)
-            for part in parts
-            for start in range(0, len(part), batch_size)
-        ]
-        self.fitted = len(range(0, len(parts[0]), batch_size))
+        fitted, others = (batches_of(part, batch_size, device) for part in parts)
+        self.batches, self.fitted = fitted + others, len(fitted)
+        learned = self.blocks if model.mod_config.routing == "learned" else ()
+        few = batches_of(parts[0][spread_indices(len(parts[0]), METRIC_ROWS)], batch_size, device)
+        self.metrics = loss_metrics(model.dense_graph, few, learned, precision)
         self.targets_of_loss = parts[1].numel() - len(parts[1])
         begun = [self.segments.begin(ids) for ids in self.batches]
         self.contexts = [context for context, _ in begun]
         self.hidden = {self.blocks[0]: [hidden for _, hidden in begun]}
         self.targets: dict[int, list[Tensor]] = {}
-        self.loss = self._refresh(self.blocks[0])
+        self.loss = self._refresh(self.blocks[0], range(len(self.batches)))
 
     def steps(self, report: Callable[[], None]) -> Iterator[Step]:
         """Lower one block after another; each step is yielded when it is taken.
@@ -281,10 +290,11 @@ class _Search:
                 continue
             step += 1
             self._set(index, capacity)
-            everything = step % _REFIT_EVERY == 0
-            self.loss = self._refresh(
-                min(self.state) if everything else index, self.state if everything else {index}
-            )
+            if step % _REFIT_EVERY == 0:
+                self.loss = self.refit()
+            else:
+                self._fit(index)
+                self.loss = self._refresh(index, range(self.fitted, len(self.batches)))
             yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
             if (following := self._next_capacity(index)) is not None:
                 # Not measured yet; it will hardly cost less than the step before it.
@@ -361,25 +371,26 @@ class _Search:
 
     def refit(self) -> float:
         """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
-        return self._refresh(min(self.state), self.state)
+        return self._refresh(min(self.state), range(len(self.batches)), self.state)
 
-    def _refresh(self, first: int, fit: Collection[int] = ()) -> float:
-        """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
+    def _refresh(self, first: int, batches: range, fit: Collection[int] = ()) -> float:
+        """Run batches from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index in self.blocks[self.blocks.index(first) :]:
             if index in fit:
                 self._fit(index)
-            following: list[Tensor] = []
+            passed: list[Tensor] = []
             outputs: list[Tensor] = []
-            for batch in range(len(self.batches)):
+            for batch in batches:
                 hidden, behind = self._segment(index, batch, self.hidden[index][batch])
                 if index != self.blocks[-1]:
-                    following.append(hidden)
+                    passed.append(hidden)
                 elif batch >= self.fitted:
                     total += loss_sum(hidden, self.batches[batch])
                 outputs.append(behind)
             if index != self.blocks[-1]:
-                self.hidden[self.blocks[self.blocks.index(index) + 1]] = following
+                following = self.blocks[self.blocks.index(index) + 1]
+                self.hidden[following] = self.hidden.get(following, [])[: batches.start] + passed
             self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
         return float(total) / self.targets_of_loss
 
@@ -407,4 +418,5 @@ class _Search:
             targets,
             self.state[index],
             self.model.mod_config.keep_first,
+            self.metrics.get(index),
         )
