@@ -8,6 +8,9 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint typecheck golden
 
+# Each test process keeps to one core.
+TEST_PROCESSES ?= 2
+
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.modify-installed
 
@@ -39,7 +42,7 @@ demo: setup ## convert, retrain, evaluate, export and run a real checkpoint
 	$(BIN)/modify demo
 
 test: setup ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 lint: setup typecheck ## check style, format and types
 	$(BIN)/ruff check .

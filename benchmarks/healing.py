@@ -303,7 +303,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, HealingC
     parser.add_argument("--checkpoint", type=Path, required=True, help="dense directory or .gguf file")
     parser.add_argument("--data", nargs="+", required=True, help="text to train on")
     parser.add_argument(
-        "--calibration", nargs="+", default=[], help="text to calibrate and choose blocks on; by default that of --data"
+        "--calibration",
+        nargs="+",
+        default=[],
+        help="text to calibrate and choose blocks on; by default that of --data",
     )
     parser.add_argument("--eval", action="append", required=True, help="held-out text; may be given again")
     parser.add_argument("--out", type=Path, required=True, help="folder of results, which may be continued")

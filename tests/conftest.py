@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Before torch is imported: idle threads that spin make small tests many times slower on shared cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # test processes side by side, each on one core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GOLDEN = Path(__file__).parent / "golden"
 

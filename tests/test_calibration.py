@@ -252,3 +252,20 @@ def test_bad_numbers_are_refused(rows):
 def test_rows_are_spread():
     assert spread_indices(10, 2) == [2, 7]
     assert spread_indices(3, 8) == [0, 1, 2]
+
+
+def test_low_precision_is_close(rows):
+    """bf16 blocks, float32 fits: much the same model, and the oracle holds."""
+    ids = rows.rows[:4].long()
+    reports, models = [], []
+    for precision in ("fp32", "bf16"):
+        model = convert(attend="all")
+        reports.append(calibrate(model, rows, rows=40, precision=precision))
+        models.append(model)
+    for one, other in zip(*(report.blocks for report in reports), strict=True):
+        assert other.error == pytest.approx(one.error, rel=0.05)
+    assert not torch.equal(*(model.bypasses.get_submodule("1").up.weight for model in models))
+    with torch.no_grad():
+        assert torch.equal(models[1](ids, routing="dense").logits, tiny_model("llama").eval()(ids).logits)
+    with pytest.raises(ConfigError, match="precision must be one of fp32, bf16, got 'fp16'"):
+        calibrate(models[0], rows, precision="fp16")

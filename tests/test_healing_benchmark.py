@@ -59,7 +59,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def prepared(arguments: list[str], **changes: Any) -> healing.Benchmark:
     options, config = healing.parse(arguments)
-    return healing.prepare(config, options.checkpoint, options.data, options.calibration, options.eval, options.out, **changes)
+    return healing.prepare(
+        config, options.checkpoint, options.data, options.calibration, options.eval, options.out, **changes
+    )
 
 
 def test_equal_operations(out: Path) -> None:
