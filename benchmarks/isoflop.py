@@ -28,7 +28,7 @@ from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from modify.config import GateKind, MoDConfig
+from modify.config import GateKind, MoDConfig, Precision
 from modify.data import PackedDataset, pack, read_texts
 from modify.dense import dense_graph
 from modify.errors import ConfigError, ModifyError
