@@ -105,7 +105,7 @@ def convert(
         typer.Option(
             metavar="LADDER",
             help="With --select sensitivity: what a block may be lowered to, step by step; 0 drops it. By default "
-            "0.7,0.5,0.3,0.",
+            "0.6,0.3,0.",
             show_default=False,
             rich_help_panel=_CALIBRATION,
         ),

@@ -122,7 +122,7 @@ def calibrate(
     3. The predictor starts as the router, and its threshold at the quantile that meets the capacity.
 
     Gates are left as they are. A model of capacity 1.0 stays the dense model, bit for bit. Memory: a few hidden states
-    of the text, and sums in float64 that do not grow with it.
+    of the text; a float32 matrix `[D, D]` per routed block; sums in float64 that do not grow with the text.
 
     Args:
         model: converted, with its weights; random routers are left random, `identity` bypasses as they are.

@@ -30,8 +30,9 @@ from modify.passes.base import block_calls, merges_of, routing_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LADDER = (0.7, 0.5, 0.3, 0.0)
+LADDER = (0.6, 0.3, 0.0)
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
+_NOISE = 1.3  # losses per operation are measured no more exactly than to this factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +108,10 @@ def select_blocks(
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
     the others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
     so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
-    Minoux 1978). A block that the model cannot spare (see `BlockSelection.kept`) is never lowered.
+    Minoux 1978), and what is then within the noise of the next one is taken. A block that the model cannot spare (see
+    `BlockSelection.kept`) is never lowered.
 
-    Memory: two hidden states of the rows per block, beside the model.
+    Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
 
     Args:
         model: a dense Hugging Face causal LM with its weights; left as it is.
@@ -262,20 +264,12 @@ class _Search:
 
         `report` is called when `alone` has grown.
         """
-        candidates: list[
-            tuple[float, int, float, int]
-        ] = []  # loss per share of operations; measured at which step
-
-        def measure(index: int, capacity: float, step: int) -> float:
-            loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
-            # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
-            rate = loss / saved if loss > 0.0 else -saved
-            heapq.heappush(candidates, (rate, index, capacity, step))
-            return loss
-
+        # Loss per share of operations, block, capacity, and the step at which that was measured.
+        candidates: list[tuple[float, int, float, int]] = []
         for index in self.allowed:
             if (first := self._next_capacity(index)) is not None:
-                self.alone[index] = measure(index, first, 0)
+                rate, self.alone[index] = self._rate(index, first)
+                candidates.append((rate, index, first, 0))
                 report()
         self.kept = _indispensable(self.alone)
         candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
@@ -286,8 +280,10 @@ class _Search:
             if self._next_capacity(index) is None:
                 continue  # all other blocks have been dropped since
             if measured != step:
-                measure(index, capacity, step)
-                continue
+                rate, _ = self._rate(index, capacity)
+                if candidates and rate > _NOISE * candidates[0][0]:
+                    heapq.heappush(candidates, (rate, index, capacity, step))
+                    continue
             step += 1
             self._set(index, capacity)
             if step % _REFIT_EVERY == 0:
@@ -299,6 +295,12 @@ class _Search:
             if (following := self._next_capacity(index)) is not None:
                 # Not measured yet; it will hardly cost less than the step before it.
                 heapq.heappush(candidates, (rate, index, following, -1))
+
+    def _rate(self, index: int, capacity: float) -> tuple[float, float]:
+        """Return what lowering a block further adds to the loss, per share of the operations saved and in all."""
+        loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
+        # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
+        return loss / saved if loss > 0.0 else -saved, loss
 
     def _next_capacity(self, index: int) -> float | None:
         """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
