@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from modify.block_costs import flops_by_block
@@ -25,7 +25,7 @@ from modify.graph_walk import GraphSegments
 from modify.loss_metric import loss_metrics
 from modify.modeling import MoDForCausalLM
 from modify.ops.modules import Bypass
-from modify.passes.base import block_calls, merges_of, routing_of
+from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -212,6 +212,43 @@ def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:
     return tuple(index for index, loss in alone.items() if loss > limit)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """What lowering one block leads to.
+
+    Attributes:
+        loss: mean cross-entropy, in nats per token.
+        states: of the block's bypass and router, as fitted.
+        hidden: by later block, its input in the batches that losses are measured on.
+    """
+
+    loss: float
+    states: list[dict[str, Tensor]]
+    hidden: dict[int, list[Tensor]]
+
+
+class _Graph:
+    """A graph that is run block by block, and the nodes before and behind its blocks."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        logits: Any,
+        entries: dict[int, fx.Node],
+        merges: dict[int, fx.Node],
+        precision: Precision,
+    ) -> None:
+        self.entries, self.merges, self.logits = entries, merges, logits
+        self.segments = GraphSegments(graph_module, entries[min(entries)], logits, precision)
+        self.contexts: list[dict[fx.Node, Any]] = []
+
+    def begin(self, batches: list[Tensor]) -> list[Tensor]:
+        """Return the hidden states before the first block."""
+        begun = [self.segments.begin(ids) for ids in batches]
+        self.contexts = [context for context, _ in begun]
+        return [hidden for _, hidden in begun]
+
+
 class _Search:
     """The model under search: how far each block is lowered, and the hidden states that this leads to.
 
@@ -228,22 +265,27 @@ class _Search:
         precision: Precision,
     ) -> None:
         self.model, self.capacities = model, capacities
-        graph = model.graph
+        graph, dense = model.graph, model.dense_graph
         routing: dict[int, Any] = dict(routing_of(graph.graph))
         self.selections: dict[int, fx.Node] = {index: route.args[1] for index, route in routing.items()}
-        self.entries: dict[int, fx.Node] = {
-            index: route.args[0].all_input_nodes[0] for index, route in routing.items()
-        }
-        self.merges = merges_of(graph.graph)
-        result: Any = graph.graph.output_node().args[0]
-        self.logits: fx.Node = result.args[0]
-        self.blocks = self.allowed = list(self.entries)
-        self.blocks_in_model = block_calls(model.dense_graph.graph)
+        entries = {index: route.args[0].all_input_nodes[0] for index, route in routing.items()}
+        self.blocks = self.allowed = list(entries)
+        self.blocks_in_model = block_calls(dense.graph)
+        calls = {index: self.blocks_in_model[index] for index in self.blocks}
+        # Blocks that are not lowered run in the dense graph: the routed one would sort and gather all tokens.
+        result, logits = (part.graph.output_node().args[0] for part in (graph, dense))
+        self.routed = _Graph(graph, result.args[0], entries, merges_of(graph.graph), precision)
+        self.dense = _Graph(
+            dense,
+            logits,
+            {index: sequence_input(call) for index, call in calls.items()},
+            {index: block_result(call) for index, call in calls.items()},
+            precision,
+        )
         self.state: dict[int, float] = {}
         self.alone: dict[int, float] = {}
         self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
-        self.segments = GraphSegments(graph, self.entries[self.blocks[0]], self.logits, precision)
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
         parts = rows[~measured], rows[measured]
@@ -251,13 +293,12 @@ class _Search:
         self.batches, self.fitted = fitted + others, len(fitted)
         learned = self.blocks if model.mod_config.routing == "learned" else ()
         few = batches_of(parts[0][spread_indices(len(parts[0]), METRIC_ROWS)], batch_size, device)
-        self.metrics = loss_metrics(model.dense_graph, few, learned, precision)
+        self.metrics = loss_metrics(dense, few, learned, precision)
         self.targets_of_loss = parts[1].numel() - len(parts[1])
-        begun = [self.segments.begin(ids) for ids in self.batches]
-        self.contexts = [context for context, _ in begun]
-        self.hidden = {self.blocks[0]: [hidden for _, hidden in begun]}
+        self.routed.begin(self.batches)
+        self.hidden = {self.blocks[0]: self.dense.begin(self.batches)}
         self.targets: dict[int, list[Tensor]] = {}
-        self.loss = self._refresh(self.blocks[0], range(len(self.batches)))
+        self.loss = self._refresh(self.blocks[0])
 
     def steps(self, report: Callable[[], None]) -> Iterator[Step]:
         """Lower one block after another; each step is yielded when it is taken.
@@ -268,8 +309,9 @@ class _Search:
         candidates: list[tuple[float, int, float, int]] = []
         for index in self.allowed:
             if (first := self._next_capacity(index)) is not None:
-                rate, self.alone[index] = self._rate(index, first)
-                candidates.append((rate, index, first, 0))
+                loss = self._try(index, first).loss
+                self.alone[index] = loss - self.loss
+                candidates.append((self._rate(index, first, loss), index, first, -1))
                 report()
         self.kept = _indispensable(self.alone)
         candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
@@ -279,28 +321,25 @@ class _Search:
             rate, index, capacity, measured = heapq.heappop(candidates)
             if self._next_capacity(index) is None:
                 continue  # all other blocks have been dropped since
-            if measured != step:
-                rate, _ = self._rate(index, capacity)
-                if candidates and rate > _NOISE * candidates[0][0]:
-                    heapq.heappush(candidates, (rate, index, capacity, step))
-                    continue
+            trial = self._try(index, capacity)
+            rate = self._rate(index, capacity, trial.loss)
+            if measured != step and candidates and rate > _NOISE * candidates[0][0]:
+                heapq.heappush(candidates, (rate, index, capacity, step))
+                continue
             step += 1
-            self._set(index, capacity)
+            self._take(index, capacity, trial)
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
-            else:
-                self._fit(index)
-                self.loss = self._refresh(index, range(self.fitted, len(self.batches)))
             yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
             if (following := self._next_capacity(index)) is not None:
                 # Not measured yet; it will hardly cost less than the step before it.
                 heapq.heappush(candidates, (rate, index, following, -1))
 
-    def _rate(self, index: int, capacity: float) -> tuple[float, float]:
-        """Return what lowering a block further adds to the loss, per share of the operations saved and in all."""
-        loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
+    def _rate(self, index: int, capacity: float, loss: float) -> float:
+        """Return what lowering a block further adds to the loss per share of the operations that it saves."""
+        added, saved = loss - self.loss, self._saving(index, capacity)
         # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
-        return loss / saved if loss > 0.0 else -saved, loss
+        return added / saved if added > 0.0 else -saved
 
     def _next_capacity(self, index: int) -> float | None:
         """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
@@ -353,37 +392,59 @@ class _Search:
             self.state.pop(index, None)
         self.selections[index].update_arg(1, capacity or 1.0)
 
-    def _try(self, index: int, capacity: float) -> float:
-        """Return the loss with one block lowered further, and leave everything as it was."""
-        before = self.state.get(index, 1.0)
-        modules = [m for m in (self._bypass(index), self.model.get_submodule(f"routers.{index}")) if m]
-        saved = [{name: tensor.clone() for name, tensor in m.state_dict().items()} for m in modules]
+    def _fitted_modules(self, index: int) -> list[nn.Module]:
+        return [m for m in (self._bypass(index), self.model.get_submodule(f"routers.{index}")) if m]
+
+    def _states(self, index: int) -> list[dict[str, Tensor]]:
+        return [
+            {name: tensor.clone() for name, tensor in module.state_dict().items()}
+            for module in self._fitted_modules(index)
+        ]
+
+    def _load(self, index: int, states: list[dict[str, Tensor]]) -> None:
+        for module, state in zip(self._fitted_modules(index), states, strict=True):
+            module.load_state_dict(state)
+
+    def _try(self, index: int, capacity: float) -> _Trial:
+        """Lower one block further, see what that leads to, and leave everything as it was."""
+        before, states = self.state.get(index, 1.0), self._states(index)
         self._set(index, capacity)
         self._fit(index)
         total = torch.zeros((), dtype=torch.float64)
+        later: dict[int, list[Tensor]] = {}
         for batch in range(self.fitted, len(self.batches)):
             hidden = self.hidden[index][batch]
             for block in self.blocks[self.blocks.index(index) :]:
+                if block != index:
+                    later.setdefault(block, []).append(hidden)
                 hidden, _ = self._segment(block, batch, hidden)
             total += loss_sum(hidden, self.batches[batch])
+        trial = _Trial(loss=float(total) / self.targets_of_loss, states=self._states(index), hidden=later)
         self._set(index, before)
-        for module, state in zip(modules, saved, strict=True):
-            module.load_state_dict(state)
-        return float(total) / self.targets_of_loss
+        self._load(index, states)
+        return trial
+
+    def _take(self, index: int, capacity: float, trial: _Trial) -> None:
+        """Lower one block further for good."""
+        self._set(index, capacity)
+        self._load(index, trial.states)
+        for block, hidden in trial.hidden.items():
+            self.hidden[block][self.fitted :] = hidden
+        self.loss = trial.loss
 
     def refit(self) -> float:
         """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
-        return self._refresh(min(self.state), range(len(self.batches)), self.state)
+        return self._refresh(min(self.state), self.state)
 
-    def _refresh(self, first: int, batches: range, fit: Collection[int] = ()) -> float:
-        """Run batches from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
+    def _refresh(self, first: int, fit: Collection[int] = ()) -> float:
+        """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index in self.blocks[self.blocks.index(first) :]:
             if index in fit:
                 self._fit(index)
             passed: list[Tensor] = []
             outputs: list[Tensor] = []
-            for batch in batches:
+            for batch in range(len(self.batches)):
                 hidden, behind = self._segment(index, batch, self.hidden[index][batch])
                 if index != self.blocks[-1]:
                     passed.append(hidden)
@@ -391,14 +452,14 @@ class _Search:
                     total += loss_sum(hidden, self.batches[batch])
                 outputs.append(behind)
             if index != self.blocks[-1]:
-                following = self.blocks[self.blocks.index(index) + 1]
-                self.hidden[following] = self.hidden.get(following, [])[: batches.start] + passed
+                self.hidden[self.blocks[self.blocks.index(index) + 1]] = passed
             self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
         return float(total) / self.targets_of_loss
 
     def _segment(self, index: int, batch: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run a block, and return the hidden states before the next one (or the logits), and those right behind it."""
-        start, merge = self.entries[index], self.merges[index]
+        graph = self.routed if self.state.get(index) else self.dense
+        start, merge = graph.entries[index], graph.merges[index]
         last = index == self.blocks[-1]
         if self.state.get(index) == 0.0:
             bypass = self._bypass(index)
@@ -406,8 +467,8 @@ class _Search:
         if last and batch < self.fitted:
             stop = merge
         else:
-            stop = self.logits if last else self.entries[self.blocks[self.blocks.index(index) + 1]]
-        result, behind = self.segments.run(self.contexts[batch], start, hidden, (stop, merge))
+            stop = graph.logits if last else graph.entries[self.blocks[self.blocks.index(index) + 1]]
+        result, behind = graph.segments.run(graph.contexts[batch], start, hidden, (stop, merge))
         return result, behind
 
     def _fit(self, index: int) -> None:
