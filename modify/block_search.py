@@ -25,7 +25,7 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_NOISE = 1.3  # losses per operation are measured no more exactly than to this factor
+_TRIED_PER_STEP = 3  # candidates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,35 +140,43 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        # Loss per share of operations, block, capacity, and the step at which that was measured.
-        candidates: list[tuple[float, int, float, int]] = []
+        candidates: list[tuple[float, int, float]] = []  # loss per share of operations, as last measured
         for index in self.allowed:
             if (first := self._next_capacity(index)) is not None:
                 loss = self._try(index, first).loss
                 self.alone[index] = loss - self.loss
-                candidates.append((self._rate(index, first, loss), index, first, -1))
+                candidates.append((self._rate(index, first, loss), index, first))
                 report()
         self.kept = _indispensable(self.alone)
         candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
         heapq.heapify(candidates)
         step = 0
         while candidates:
-            rate, index, capacity, measured = heapq.heappop(candidates)
-            if self._next_capacity(index) is None:
-                continue  # all other blocks have been dropped since
-            trial = self._try(index, capacity)
-            rate = self._rate(index, capacity, trial.loss)
-            if measured != step and candidates and rate > _NOISE * candidates[0][0]:
-                heapq.heappush(candidates, (rate, index, capacity, step))
-                continue
+            tried: list[tuple[float, int, float]] = []
+            best: _Trial | None = None
+            while candidates and len(tried) < _TRIED_PER_STEP:
+                _, index, capacity = heapq.heappop(candidates)
+                if self._next_capacity(index) is None:
+                    continue  # all other blocks have been dropped since
+                trial = self._try(index, capacity)
+                tried.append((self._rate(index, capacity, trial.loss), index, capacity))
+                if tried[-1] == min(tried):
+                    best = trial
+            if best is None:
+                return
+            taken = min(tried)
+            for candidate in tried:
+                if candidate != taken:
+                    heapq.heappush(candidates, candidate)
             step += 1
-            self._take(index, capacity, trial)
+            rate, index, capacity = taken
+            self._take(index, capacity, best)
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
             yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
             if (following := self._next_capacity(index)) is not None:
                 # Not measured yet; it will hardly cost less than the step before it.
-                heapq.heappush(candidates, (rate, index, following, -1))
+                heapq.heappush(candidates, (rate, index, following))
 
     def _rate(self, index: int, capacity: float, loss: float) -> float:
         """Return what lowering a block further adds to the loss per share of the operations that it saves."""

@@ -76,9 +76,9 @@ def select_blocks(
 
     A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
-    the others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
-    so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
-    Minoux 1978), and what is then within the noise of the next one is taken. A block that the model cannot spare (see
+    the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are
+    routed, much alike for all, so only the three steps that were cheapest when last measured are measured again, after
+    the lazy greedy algorithm (Minoux 1978). A block that the model cannot spare (see
     `BlockSelection.kept`) is never lowered.
 
     Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
