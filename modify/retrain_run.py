@@ -31,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 _TENSORBOARD = "tensorboard"
 _LOCK = "lock"
 _VALUES = 64  # of each parameter, roughly
+_LOCK_TRIES = 20  # each fails only when another run ends in that moment
 
 
 class Run:
@@ -223,16 +224,20 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
     try:
         import fcntl
     except ImportError:  # Windows
-        folder.mkdir(parents=True, exist_ok=True)
-        return None
-    while True:
+        fcntl = None  # type: ignore[assignment]
+    for _ in range(_LOCK_TRIES):
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {folder}: {error.strerror}; choose another output") from error
+        if fcntl is None:
+            return None
+        try:
             file = (folder / _LOCK).open("ab")
         except FileNotFoundError:
             continue  # the run that had it ended just now, and removed the folder
         except OSError as error:
-            raise StorageError(f"cannot write {folder}: {error.strerror}") from error
+            raise StorageError(f"cannot write {folder}: {error.strerror}; choose another output") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -247,6 +252,7 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
                 return file
         file.close()  # locked a file that the run that had it removed
+    raise StorageError(f"{folder} is removed again and again by other runs; choose another output")
 
 
 def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -209,6 +210,26 @@ def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
     plain(tmp_path / "out", config, callbacks=[StartAgain()])
     assert refused == [1, 1, 1, 2, 2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match=r"^cannot write .*out\.run: Not a directory; choose another output"):
+        plain(tmp_path / "file" / "out", PLAIN)
+
+    tries = []
+
+    def refuse(path: Path, **_: Any) -> None:  # as under /proc
+        tries.append(path)
+        assert len(tries) < 99, "it would try for ever"
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match=r"^cannot write .*out\.run: No such file or directory; choose"):
+        plain(tmp_path / "out", PLAIN)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"config": 3, "rows_per_step": "six"}'])
