@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.config import MoDConfig, Precision
-from modify.errors import ConfigError
+from modify.errors import CheckpointError, ConfigError
 from modify.evaluation import default_length, find_tokenizer, packed_rows
 from modify.fitting import fit_block, fit_predictor, middle, relative_error
 from modify.graph_walk import GraphWalk
@@ -137,6 +137,7 @@ def calibrate(
 
     Raises:
         ConfigError: a number is out of range, or there is no tokenizer.
+        CheckpointError: the dense model's hidden states are not finite.
         DataError: the data cannot be read, is shorter than one row, or does not fit the model.
     """
     for name, value in (("rows", rows), ("batch_size", batch_size)):
@@ -173,6 +174,14 @@ def check_precision(precision: Precision) -> None:
     """Raise `ConfigError` for a word that is no precision."""
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+
+
+def check_finite(what: str, tensors: Iterable[Tensor]) -> None:
+    """Raise `CheckpointError` where the dense model computes NaN or infinite numbers: nothing can be fitted to those."""
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise CheckpointError(
+            f"{what} are not finite; the checkpoint's weights are damaged, or try precision fp32"
+        )
 
 
 def batches_of(rows: Tensor, batch_size: int, device: torch.device) -> list[Tensor]:
@@ -213,6 +222,9 @@ class _Calibration:
         same = True  # no block has been routed or dropped so far
         for index, result in self.dense_results.items():
             targets = self.dense.run_to(result)
+            check_finite(f"block {index}: hidden states", targets)
+            if index in self.metrics:
+                check_finite(f"block {index}: gradients of the loss behind it", [self.metrics[index]])
             same = same and index in self.routed_results and index not in self.routing
             if same:
                 self._give(index, targets)

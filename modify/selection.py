@@ -103,6 +103,7 @@ def select_blocks(
     Raises:
         ConfigError: a number is out of range, no block can be routed, or the target cannot be reached.
         CaptureError: the model cannot be captured.
+        CheckpointError: the dense model's hidden states, or a loss, are not finite.
         DataError: the data cannot be read, is shorter than two rows, or does not fit the model.
     """
     capacities = LADDER if capacities is None else tuple(capacities)

@@ -11,7 +11,7 @@ from families import tiny_model
 import modify
 from modify.calibration import calibrate, spread_indices
 from modify.data import PackedDataset
-from modify.errors import ConfigError
+from modify.errors import CheckpointError, ConfigError
 from modify.evaluation import evaluate, membership, run_rows
 from modify.ops.modules import Router
 from modify.passes.base import block_calls
@@ -269,3 +269,20 @@ def test_low_precision_is_close(rows):
         assert torch.equal(models[1](ids, routing="dense").logits, tiny_model("llama").eval()(ids).logits)
     with pytest.raises(ConfigError, match="precision must be one of fp32, bf16, got 'fp16'"):
         calibrate(models[0], rows, precision="fp16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_named(rows, value):
+    model = convert()
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.down_proj.weight")[3, 3] = value
+    with pytest.raises(
+        CheckpointError,
+        match=r"^block 0: hidden states are not finite; the checkpoint's weights are damaged, or try precision fp32$",
+    ):
+        calibrate(model, rows, rows=4)
+    model = convert()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = value  # behind all blocks
+    with pytest.raises(CheckpointError, match=r"^block 1: gradients of the loss behind it are not finite"):
+        calibrate(model, rows, rows=4)
