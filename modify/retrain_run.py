@@ -87,8 +87,9 @@ class Run:
 
     def complete_checkpoints(self) -> dict[int, Path]:
         """The checkpoints that every process finished, by step."""
-        found = self.folder.glob(f"{CHECKPOINTS}/checkpoint-*/{COMPLETE}")
-        return {int(path.parent.name.rpartition("-")[2]): path.parent for path in found}
+        found = [path.parent for path in self.folder.glob(f"{CHECKPOINTS}/checkpoint-*/{COMPLETE}")]
+        steps = {path.name.removeprefix("checkpoint-"): path for path in found}
+        return {int(step): path for step, path in steps.items() if step.isdecimal()}
 
     def _check_folder(self, resume: bool) -> None:
         """Refuse a folder that is no run's, before a lock is put into it."""
@@ -281,14 +282,24 @@ def _weights_digest(model: PreTrainedModel) -> str:
 
 
 def _truncate(metrics: Path, step: int) -> None:
-    """Drop the entries after `step`, and a last line that was cut."""
+    """Drop the entries after `step`, and a last line that was cut.
+
+    Raises:
+        StorageError: another line is no log entry.
+    """
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     kept = []
-    with suppress(FileNotFoundError):
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-    metrics.write_text("".join(kept), encoding="utf-8")
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines) or not isinstance(error, ValueError):
+                raise StorageError(
+                    f"{metrics}: line {number} is no log entry; remove that line, or the file to resume without the "
+                    "entries so far"
+                ) from error
+    metrics.write_bytes(b"".join(kept))
 
 
 def _tensorboard(folder: Path, step: int | None) -> TrainerCallback:
