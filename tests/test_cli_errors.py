@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import CONTEXT, write_gguf, write_llama
 from transformers import T5Config
 
@@ -179,6 +180,10 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
         "convert dense out --calibrate pydoc --select sensitivity --flops 0.5 --capacities 0.2,0.5",
         ("capacities must descend",),
     ),
+    (nothing, f"convert dense out --seed {2**32}", ("seed", "at most 4294967295")),
+    (nothing, f"convert dense out --keep-first {10**25}", ("keep_first", "at most 2147483647")),
+    (nothing, "generate mod --prompt hi --seed -1", ("seed", "at least 0")),
+    (nothing, f"retrain mod out --data pydoc --steps {10**25}", ("steps", "at most 2147483647")),
     (nothing, "convert dense out --capacity some", ("--capacity", "'some'")),
     (nothing, "convert dense out --capacity 0.5,0.5,0.5", ("3 values", "2 blocks")),
     (nothing, "convert dense out --layers 1,9", ("block 9", "4 blocks")),
@@ -306,6 +311,16 @@ def test_bug_keeps_its_traceback(
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("error: RuntimeError: this is a bug")
     assert listing(here) == before
+
+
+def test_too_little_memory_is_no_bug(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object, **__: object) -> None:
+        torch.empty(2**52, dtype=torch.uint8)  # more than an address space
+
+    monkeypatch.setattr(modify.conversion, "mod_state_dict", large)
+    fails(capsys, "convert dense out", "out of memory: 4,194,304.0 GiB cannot be had", "--bypass-rank")
 
 
 def test_closed_pipe_is_no_error(here: Path) -> None:
