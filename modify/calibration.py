@@ -13,7 +13,7 @@ from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.config import MoDConfig, Precision
 from modify.errors import CheckpointError, ConfigError
-from modify.evaluation import default_length, find_tokenizer, packed_rows
+from modify.evaluation import find_tokenizer, packed_rows
 from modify.fitting import fit_block, fit_predictor, middle, relative_error
 from modify.graph_walk import GraphWalk
 from modify.loss_metric import loss_metrics
@@ -148,9 +148,7 @@ def calibrate(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"parameter {name} is on the meta device: calibration needs the weights")
-    packed = packed_rows(
-        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
-    ).rows
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     chosen = packed[spread_indices(len(packed), rows)]
     with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(model.mod_config.seed)  # of random routers

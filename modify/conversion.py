@@ -192,12 +192,12 @@ def _calibrated(
 ) -> tuple[fx.GraphModule, BlockSelection | None, CalibrationReport]:
     """Convert the dense checkpoint in `path` with its weights, and calibrate it."""
     from modify.calibration import calibrate
-    from modify.evaluation import default_length, packed_rows
+    from modify.evaluation import packed_rows
     from modify.selection import select_blocks
 
     model = load_dense(path, dtype=torch.float32)
     tokenizer = None if isinstance(options.data, PackedDataset) else load_tokenizer(path)
-    rows = packed_rows(model, options.data, tokenizer, options.length or default_length(model))
+    rows = packed_rows(model, options.data, tokenizer, options.length)
     selection = None
     if options.flops is not None:
         selection = select_blocks(

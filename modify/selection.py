@@ -14,7 +14,7 @@ from modify.blocks import evaluation_mode
 from modify.calibration import check_calibrated, check_precision, spread_indices
 from modify.config import MoDConfig, Precision
 from modify.errors import ConfigError
-from modify.evaluation import default_length, find_tokenizer, packed_rows
+from modify.evaluation import find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ def select_blocks(
     _check(flops, capacities, rows, batch_size)
     check_calibrated(config)
     check_precision(precision)
-    packed = packed_rows(
-        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
-    ).rows
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     if len(packed) < 2:
         raise ConfigError("selecting blocks needs at least two rows of text; give more, or a smaller length")
     chosen = packed[spread_indices(len(packed), rows)]
