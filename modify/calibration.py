@@ -43,6 +43,9 @@ class CalibrationOptions:
         length: tokens per row; None for 512, or the model's context where that is shorter.
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
+
+    Raises:
+        ConfigError: a number is out of range, or `capacities` come without `flops`.
     """
 
     data: Any
@@ -52,6 +55,14 @@ class CalibrationOptions:
     length: int | None = None
     batch_size: int = 4
     precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self.rows, self.batch_size)
+        check_precision(self.precision)
+        if self.length is not None and self.length < 2:
+            raise ConfigError(f"length={self.length}: a row needs at least 2 tokens, since each predicts the next")
+        if self.capacities is not None and self.flops is None:
+            raise ConfigError("capacities are what flops may lower blocks to: give flops too, or leave them out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,13 +147,16 @@ def calibrate(
         progress: called with (blocks done, blocks in all).
 
     Raises:
-        ConfigError: a number is out of range, or there is no tokenizer.
+        ConfigError: `model` is not converted, a number is out of range, or there is no tokenizer.
         CheckpointError: the dense model's hidden states are not finite.
         DataError: the data cannot be read, is shorter than one row, or does not fit the model.
     """
-    for name, value in (("rows", rows), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not isinstance(model, MoDForCausalLM):
+        raise ConfigError(
+            f"calibrate takes a converted model, and {type(model).__name__} is none; convert it first, with "
+            "MoDForCausalLM.from_dense"
+        )
+    _check_numbers(rows, batch_size)
     check_calibrated(model.mod_config)
     check_precision(precision)
     for name, parameter in model.named_parameters():
@@ -157,6 +171,12 @@ def calibrate(
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
         blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
     return CalibrationReport(tokens=chosen.numel(), blocks=blocks)
+
+
+def _check_numbers(rows: int, batch_size: int) -> None:
+    for name, value in (("rows", rows), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def check_calibrated(config: MoDConfig) -> None:

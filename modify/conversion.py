@@ -137,6 +137,8 @@ def convert_checkpoint(
     start = time.perf_counter()
     path = Path(source)
     check_apart(path, output)
+    if calibration is not None:
+        _check_calibration(config, calibration)
     with atomic_directory(output, overwrite=overwrite) as directory:
         copy_start = time.perf_counter()
         if path.suffix == ".gguf":
@@ -182,6 +184,16 @@ def convert_checkpoint(
         seconds=time.perf_counter() - start,
         copy_seconds=copy_seconds,
     )
+
+
+def _check_calibration(config: MoDConfig, options: CalibrationOptions) -> None:
+    """Refuse what the calibration would refuse only when weights and text have been read."""
+    from modify.calibration import check_calibrated
+    from modify.selection import LADDER, check_target
+
+    check_calibrated(config)
+    if options.flops is not None:
+        check_target(options.flops, LADDER if options.capacities is None else options.capacities)
 
 
 def _calibrated(

@@ -100,7 +100,7 @@ def test_every_kind_of_conversion(dense, rows, attend, bypass):
         ({"flops": 0.5, "capacities": ()}, r"capacities must lie in \[0, 1\), got \[\]"),
         ({"flops": 0.5, "capacities": (0.25, 0.5)}, "capacities must descend"),
         ({"flops": 0.5, "rows": 1}, "rows must be at least 2, got 1"),
-        ({"flops": 0.2, "capacities": (0.7,)}, r"flops=0.2 cannot be reached.*takes 0\.8"),
+        ({"flops": 0.2, "capacities": (0.7,)}, r"flops=0.2 cannot be reached.*takes 0\.8.*; raise flops, or add a lower"),
     ],
 )
 def test_what_cannot_be_is_refused(dense, rows, options, message):
@@ -138,6 +138,14 @@ def test_a_loss_that_is_no_number_is_no_gain(dense, rows, monkeypatch):
     monkeypatch.setattr(BlockSearch, "_fit", fit)
     with pytest.raises(CheckpointError, match=r"^block 0 at capacity 0\.6: the loss is not finite"):
         select_blocks(dense, config, rows, flops=0.8, rows=4)
+
+
+def test_a_converted_model_is_refused(dense, rows):
+    model = modify.MoDForCausalLM.from_dense(dense, CONFIG)
+    with pytest.raises(ConfigError, match="^select_blocks takes a dense .* MoDForCausalLM is converted already; give"):
+        select_blocks(model, CONFIG, rows, flops=0.8)
+    with pytest.raises(ConfigError, match="^select_blocks takes a dense .* Linear is none; give"):
+        select_blocks(torch.nn.Linear(2, 2), CONFIG, rows, flops=0.8)
 
 
 def test_the_result_is_json(selection):
