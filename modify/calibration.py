@@ -60,9 +60,13 @@ class CalibrationOptions:
         _check_numbers(self.rows, self.batch_size)
         check_precision(self.precision)
         if self.length is not None and self.length < 2:
-            raise ConfigError(f"length={self.length}: a row needs at least 2 tokens, since each predicts the next")
+            raise ConfigError(
+                f"length={self.length}: a row needs at least 2 tokens, since each predicts the next"
+            )
         if self.capacities is not None and self.flops is None:
-            raise ConfigError("capacities are what flops may lower blocks to: give flops too, or leave them out")
+            raise ConfigError(
+                "capacities are what flops may lower blocks to: give flops too, or leave them out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +199,7 @@ def check_precision(precision: Precision) -> None:
 
 
 def check_finite(what: str, tensors: Iterable[Tensor]) -> None:
-    """Raise `CheckpointError` where the dense model computes NaN or infinite numbers: nothing can be fitted to those."""
+    """Raise `CheckpointError` where the dense model computes NaN or infinite numbers: nothing can be fitted to them."""
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise CheckpointError(
             f"{what} are not finite; the checkpoint's weights are damaged, or try precision fp32"

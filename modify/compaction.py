@@ -108,7 +108,7 @@ def check_blocks(
 
 
 def _check_finite(index: int, block: nn.Module) -> None:
-    """Raise `CheckpointError` where a block fails for its weights' sake: it would stay dense, and be no less damaged."""
+    """Raise `CheckpointError` where a block fails for its weights' sake: left dense, it would be as damaged."""
     for name, parameter in block.named_parameters():
         if not parameter.is_meta and not bool(parameter.isfinite().all()):
             raise CheckpointError(

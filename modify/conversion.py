@@ -168,7 +168,9 @@ def convert_checkpoint(
 
                 draw_selection(selection, directory / SELECTION_PLOT)
             report = {"calibration": fitted.to_dict(), "selection": selection and selection.to_dict()}
-            (directory / CALIBRATION).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            (directory / CALIBRATION).write_text(
+                json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
     record: ConversionRecord = graph.meta["conversion_record"]
     reasons = dict(record.unroutable)
     return ConversionReport(

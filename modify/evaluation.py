@@ -194,7 +194,7 @@ def packed_rows(
     *,
     limit_rows: int | None = None,
 ) -> PackedDataset:
-    """Pack `data` into rows that fit `model`, of `default_length` where `length` is None; a `PackedDataset` stays as is.
+    """Pack `data` into rows that fit `model`, by default of `default_length`; a `PackedDataset` is taken as it is.
 
     Raises:
         ConfigError: `length` exceeds the model's context, or text comes without a tokenizer.

@@ -101,7 +101,8 @@ def select_blocks(
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
 
     Raises:
-        ConfigError: `model` is not a dense one, a number is out of range, no block can be routed, or the target cannot be reached.
+        ConfigError: `model` is not a dense one, a number is out of range, no block can be routed, or the target cannot
+            be reached.
         CaptureError: the model cannot be captured.
         CheckpointError: the dense model's hidden states, or a loss, are not finite.
         DataError: the data cannot be read, is shorter than two rows, or does not fit the model.

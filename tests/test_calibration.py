@@ -273,7 +273,9 @@ def test_options_are_checked_when_they_are_made(options, message):
         ({}, {"flops": 0.5, "capacities": (0.2, 0.5)}, "capacities must descend"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_before_the_checkpoint_is_read(tmp_path, config, options, message):
+def test_what_cannot_be_calibrated_is_refused_before_the_checkpoint_is_read(
+    tmp_path, config, options, message
+):
     with pytest.raises(ConfigError, match=f"^{message}"):
         convert_checkpoint(
             tmp_path / "absent",
@@ -284,7 +286,9 @@ def test_what_cannot_be_calibrated_is_refused_before_the_checkpoint_is_read(tmp_
 
 
 def test_a_dense_model_is_refused(rows):
-    with pytest.raises(ConfigError, match="^calibrate takes a converted model, and LlamaForCausalLM is none; convert"):
+    with pytest.raises(
+        ConfigError, match=r"^calibrate takes a converted model, and LlamaForCausalLM is none; convert"
+    ):
         calibrate(tiny_model("llama"), rows)
 
 

@@ -220,7 +220,11 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "generate mod --file absent.txt", ("absent.txt", "No such file")),
     (cut_mod_weights, "generate mod --prompt hi", ("mod.safetensors is damaged",)),
     (no_tokenizer, "evaluate mod --data pydoc", ("no tokenizer",)),
-    (cut_tokenizer, "evaluate mod --data pydoc", ("no tokenizer that can be loaded (", "); put the tokenizer.json")),
+    (
+        cut_tokenizer,
+        "evaluate mod --data pydoc",
+        ("no tokenizer that can be loaded (", "); put the tokenizer.json"),
+    ),
     (nothing, "evaluate dense --data pydoc --routing topk", ("dense model",)),
     (nothing, "evaluate mod --data pydoc --device quantum", ("--device quantum",)),
     (nothing, "plot dense --data pydoc --length 64", ("dense model",)),

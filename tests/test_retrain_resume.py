@@ -218,7 +218,9 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match=r"^cannot write .*out\.run: Not a directory; choose another output"):
+    with pytest.raises(
+        StorageError, match=r"^cannot write .*out\.run: Not a directory; choose another output"
+    ):
         plain(tmp_path / "file" / "out", PLAIN)
 
     tries = []

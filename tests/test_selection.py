@@ -100,7 +100,10 @@ def test_every_kind_of_conversion(dense, rows, attend, bypass):
         ({"flops": 0.5, "capacities": ()}, r"capacities must lie in \[0, 1\), got \[\]"),
         ({"flops": 0.5, "capacities": (0.25, 0.5)}, "capacities must descend"),
         ({"flops": 0.5, "rows": 1}, "rows must be at least 2, got 1"),
-        ({"flops": 0.2, "capacities": (0.7,)}, r"flops=0.2 cannot be reached.*takes 0\.8.*; raise flops, or add a lower"),
+        (
+            {"flops": 0.2, "capacities": (0.7,)},
+            r"flops=0.2 cannot be reached.*takes 0\.8.*; raise flops, or add a lower",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(dense, rows, options, message):
@@ -111,7 +114,10 @@ def test_what_cannot_be_is_refused(dense, rows, options, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.layers.0.mlp.up_proj.weight", r"block 0: parameter mlp\.up_proj\.weight is not finite; the checkpoint"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            r"block 0: parameter mlp\.up_proj\.weight is not finite; the checkpoint",
+        ),
         ("model.norm.weight", "block 0: gradients of the loss behind it are not finite"),
     ],
 )
@@ -129,7 +135,7 @@ def test_a_loss_that_is_no_number_is_no_gain(dense, rows, monkeypatch):
     with torch.no_grad():
         damaged.model.norm.weight[3] = torch.nan
     config = dataclasses.replace(CONFIG, routing="random")
-    with pytest.raises(CheckpointError, match="^the dense model: the loss is not finite; the checkpoint's"):
+    with pytest.raises(CheckpointError, match=r"^the dense model: the loss is not finite; the checkpoint's"):
         select_blocks(damaged, config, rows, flops=0.8, rows=4)
 
     def fit(self, index):
@@ -142,9 +148,11 @@ def test_a_loss_that_is_no_number_is_no_gain(dense, rows, monkeypatch):
 
 def test_a_converted_model_is_refused(dense, rows):
     model = modify.MoDForCausalLM.from_dense(dense, CONFIG)
-    with pytest.raises(ConfigError, match="^select_blocks takes a dense .* MoDForCausalLM is converted already; give"):
+    with pytest.raises(
+        ConfigError, match=r"^select_blocks takes a dense .* MoDForCausalLM is converted already; give"
+    ):
         select_blocks(model, CONFIG, rows, flops=0.8)
-    with pytest.raises(ConfigError, match="^select_blocks takes a dense .* Linear is none; give"):
+    with pytest.raises(ConfigError, match=r"^select_blocks takes a dense .* Linear is none; give"):
         select_blocks(torch.nn.Linear(2, 2), CONFIG, rows, flops=0.8)
 
 
