@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from modify.block_costs import flops_by_block
-from modify.calibration import METRIC_ROWS, batches_of, spread_indices
+from modify.calibration import METRIC_ROWS, batches_of, check_finite, spread_indices
 from modify.capture import model_device
 from modify.config import Precision
 from modify.convert import route_by_predictor
+from modify.errors import CheckpointError
 from modify.evaluation import loss_sum
 from modify.fitting import fit_block
 from modify.graph_walk import GraphSegments
@@ -133,7 +135,12 @@ class BlockSearch:
         self.routed.begin(self.batches)
         self.hidden = {self.blocks[0]: self.dense.begin(self.batches)}
         self.targets: dict[int, list[Tensor]] = {}
-        self.loss = self._refresh(self.blocks[0])
+        loss = self._refresh(self.blocks[0])
+        for index, targets in self.targets.items():
+            check_finite(f"block {index}: hidden states", targets)
+        for index, metric in self.metrics.items():
+            check_finite(f"block {index}: gradients of the loss behind it", [metric])
+        self.loss = _finite(loss, "the dense model")
 
     def steps(self, report: Callable[[], None]) -> Iterator[Step]:
         """Lower one block after another; each step is yielded when it is taken.
@@ -262,7 +269,8 @@ class BlockSearch:
                     later.setdefault(block, []).append(hidden)
                 hidden, _ = self._segment(block, batch, hidden)
             total += loss_sum(hidden, self.batches[batch])
-        trial = _Trial(loss=float(total) / self.targets_of_loss, states=self._states(index), hidden=later)
+        loss = _finite(float(total) / self.targets_of_loss, f"block {index} at capacity {capacity}")
+        trial = _Trial(loss=loss, states=self._states(index), hidden=later)
         self._set(index, before)
         self._load(index, states)
         return trial
@@ -277,7 +285,7 @@ class BlockSearch:
 
     def refit(self) -> float:
         """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
-        return self._refresh(min(self.state), self.state)
+        return _finite(self._refresh(min(self.state), self.state), "all lowered blocks, fitted once more")
 
     def _refresh(self, first: int, fit: Collection[int] = ()) -> float:
         """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
@@ -326,6 +334,15 @@ class BlockSearch:
             self.model.mod_config.keep_first,
             self.metrics.get(index),
         )
+
+
+def _finite(loss: float, what: str) -> float:
+    """Return a measured loss, if it is one: comparing NaN would choose blocks at random."""
+    if not math.isfinite(loss):
+        raise CheckpointError(
+            f"{what}: the loss is not finite; the checkpoint's weights are damaged, or try precision fp32"
+        )
+    return loss
 
 
 def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from modify.blocks import evaluation_mode
 from modify.calibration import check_calibrated, check_precision, spread_indices
 from modify.config import MoDConfig, Precision
 from modify.errors import ConfigError
-from modify.evaluation import default_length, find_tokenizer, packed_rows
+from modify.evaluation import find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
 
 if TYPE_CHECKING:
@@ -101,17 +101,26 @@ def select_blocks(
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
 
     Raises:
-        ConfigError: a number is out of range, no block can be routed, or the target cannot be reached.
+        ConfigError: `model` is not a dense one, a number is out of range, no block can be routed, or the target cannot
+            be reached.
         CaptureError: the model cannot be captured.
+        CheckpointError: the dense model's hidden states, or a loss, are not finite.
         DataError: the data cannot be read, is shorter than two rows, or does not fit the model.
     """
+    if isinstance(model, MoDForCausalLM) or not isinstance(model, PreTrainedModel):
+        kind = "is converted already" if isinstance(model, MoDForCausalLM) else "is none"
+        raise ConfigError(
+            f"select_blocks takes a dense Hugging Face model, and {type(model).__name__} {kind}; give it the model to "
+            "convert"
+        )
     capacities = LADDER if capacities is None else tuple(capacities)
-    _check(flops, capacities, rows, batch_size)
+    check_target(flops, capacities)
+    for name, value, least in (("rows", rows, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
     check_calibrated(config)
     check_precision(precision)
-    packed = packed_rows(
-        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
-    ).rows
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     if len(packed) < 2:
         raise ConfigError("selecting blocks needs at least two rows of text; give more, or a smaller length")
     chosen = packed[spread_indices(len(packed), rows)]
@@ -143,7 +152,8 @@ def select_blocks(
         else:
             raise ConfigError(
                 f"flops={flops} cannot be reached: with every block that can be spared lowered as far as capacities "
-                f"allow, the model takes {1.0 - saved:.3f} of the dense model's operations"
+                f"allow, the model takes {1.0 - saved:.3f} of the dense model's operations; raise flops, or add a "
+                "lower step to capacities"
             )
         loss = search.refit()
     layers = dict(sorted(search.state.items()))
@@ -160,7 +170,8 @@ def select_blocks(
     )
 
 
-def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int) -> None:
+def check_target(flops: float, capacities: Sequence[float]) -> None:
+    """Raise `ConfigError` for a target or a ladder that no model can have."""
     if not 0.0 < flops < 1.0:
         raise ConfigError(
             f"flops must lie between 0 and 1, got {flops}; 0.67 saves a third of the operations"
@@ -169,6 +180,3 @@ def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int
         raise ConfigError(f"capacities must lie in [0, 1), got {list(capacities)}")
     if sorted(set(capacities), reverse=True) != list(capacities):
         raise ConfigError(f"capacities must descend, got {list(capacities)}")
-    for name, value, least in (("rows", rows, 2), ("batch_size", batch_size, 1)):
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
