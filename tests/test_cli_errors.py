@@ -282,7 +282,8 @@ def test_no_space_left(
 
 
 _INTERRUPTED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
 import modify.conversion, modify.cli
 
 def slow(*arguments):
