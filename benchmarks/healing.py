@@ -320,8 +320,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, HealingC
     parser.add_argument("--dry-run", action="store_true", help="show arms, capacities and operations only")
     for field in dataclasses.fields(HealingConfig):
         flag, default = f"--{field.name.replace('_', '-')}", field.default
-        if field.name in ("flops", "arms"):
-            kind = _numbers if field.name == "flops" else _names
+        if field.name in ("flops", "arms", "capacities"):
+            kind = _names if field.name == "arms" else _numbers
             parser.add_argument(flag, type=kind, default=default, help="see HealingConfig; a list")
         elif default is False:
             parser.add_argument(flag, action="store_true", help="see HealingConfig")

@@ -11,6 +11,7 @@ from torch import nn
 from modify.config import AttendKind, BypassKind, GateKind, Precision, RoutingKind
 from modify.errors import ConfigError
 from modify.retrain_config import RetrainConfig, Train
+from modify.selection import LADDER, check_target
 
 _FREE = ("flops", "arms", "ablation", "save_every", "keep")  # what a continued benchmark may change
 
@@ -106,6 +107,7 @@ class HealingConfig:
         bypass_rank: see `MoDConfig`; so are the next two.
         predictor_hidden: width of the predictors.
         predictor_slack: slots of the deployed model, relative to the capacity.
+        capacities: what the search of `ours` may lower blocks to, descending; 0 drops a block.
         search_rows: rows of the calibration text that blocks are chosen on.
         fit_rows: rows of the calibration text that are calibrated on.
         eval_rows: rows of every held-out text, spread evenly over it; 0 takes all.
@@ -135,6 +137,7 @@ class HealingConfig:
     bypass_rank: int = 64
     predictor_hidden: int = 64
     predictor_slack: float = 1.1
+    capacities: tuple[float, ...] = LADDER
     search_rows: int = 24
     fit_rows: int = 128
     eval_rows: int = 32
@@ -152,6 +155,7 @@ class HealingConfig:
         for target in (*self.flops, *self.ablations):
             if not 0.0 < target < 1.0:
                 raise ConfigError(f"flops must lie between 0 and 1, got {target}; 0.67 saves a third")
+        check_target(self.flops[0], self.capacities)
         if unknown := sorted(set(self.arms) - set(ARMS)):
             raise ConfigError(f"arms must be of {', '.join(ARMS)}, got {', '.join(unknown)}")
         for name, least in (("length", 2), ("eval_rows", 0), ("curve_rows", 1), ("curve_points", 1)):
@@ -213,7 +217,8 @@ class HealingConfig:
 
     def shared(self) -> dict[str, Any]:
         """What all arms have in common, JSON-ready: arms made with other values cannot be compared."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+        shared = {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+        return shared | {"capacities": list(self.capacities)}  # as a file has it
 
 
 def start_like_p_mod(model: nn.Module) -> None:

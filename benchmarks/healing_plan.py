@@ -105,7 +105,7 @@ class Planner:
             dataclasses.replace(self._options(conversion), routing="learned"),
             rows,
             flops=goal,
-            capacities=(0.0,) if conversion.blocks == "dropped" else None,
+            capacities=(0.0,) if conversion.blocks == "dropped" else self.config.capacities,
             rows=self.config.search_rows,
             batch_size=self.config.batch_size,
             precision=self.config.precision,

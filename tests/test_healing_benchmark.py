@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 SMALL = (
     "--flops 0.8 --ablation 0.8 --length 256 --batch-size 2 --tokens 5200 --precision fp32 --bypass-rank 2 "
-    "--predictor-hidden 2 --search-rows 4 --fit-rows 8 --eval-rows 4 --curve-rows 2 --curve-points 2 --save-every 2"
+    "--predictor-hidden 2 --capacities 0.5,0.25 "
+    "--search-rows 4 --fit-rows 8 --eval-rows 4 --curve-rows 2 --curve-points 2 --save-every 2"
 )
 
 
