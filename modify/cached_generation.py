@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,18 +15,15 @@ from modify.kv_cache import MoDCache
 from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.packing import Packing, count_positions, is_right_padded, last_tokens
 
-if TYPE_CHECKING:
-    from modify.modeling import MoDForCausalLM
-
 Routing = Literal["topk", "predictor", "dense"]
 
 
 class CachedGeneration:
-    """Generation with a cache in which routed blocks hold only the tokens that they ran."""
+    """Generation with a cache in which routed blocks hold only the tokens that they ran; for `MoDForCausalLM` alone."""
 
     _decoders: dict[str, Decoder | str]  # the one decoder, or why there is none
 
-    def new_cache(self: MoDForCausalLM, routing: Routing | None = None) -> MoDCache:  # type: ignore[misc]
+    def new_cache(self: Any, routing: Routing | None = None) -> MoDCache:
         """Return an empty cache, for `forward` or `generate`.
 
         Args:
@@ -43,12 +40,12 @@ class CachedGeneration:
             )
         return MoDCache(routing, self._decoder().graphs(self, routing).kinds)
 
-    def _decoder(self: MoDForCausalLM) -> Decoder:  # type: ignore[misc]
+    def _decoder(self: Any) -> Decoder:
         """The graphs for decoding take seconds to capture: they are made when they are first needed."""
         if "cached" not in self._decoders:
             try:
-                self._decoders["cached"] = Decoder(self, self._dense[0], self._graphs["topk"])
-                self._register_constants(self._decoders["cached"].converted)
+                decoder = self._decoders["cached"] = Decoder(self, self._dense[0], self._graphs["topk"])
+                self._register_constants(decoder.converted)
             except CaptureError as error:
                 self._decoders["cached"] = f"this model cannot be decoded with a cache: {error}"
         found = self._decoders["cached"]
@@ -56,13 +53,7 @@ class CachedGeneration:
             raise CacheError(found)
         return found
 
-    def _prepare_cache_for_generation(
-        self: MoDForCausalLM,  # type: ignore[misc]
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def _give_cache(self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Put a cache of this model among the arguments; without one where it cannot have one, and say so."""
         model_kwargs["routing"] = routing = model_kwargs.get("routing") or "predictor"
         given = model_kwargs.get("cache")
@@ -83,7 +74,7 @@ class CachedGeneration:
             generation_config.use_cache = False
 
     def _run_with_cache(
-        self: MoDForCausalLM,  # type: ignore[misc]
+        self: Any,
         cache: Any,
         input_ids: Tensor,
         attention_mask: Tensor | None,
@@ -102,7 +93,7 @@ class CachedGeneration:
         return logits, cache
 
     def _run_without_cache(
-        self: MoDForCausalLM,  # type: ignore[misc]
+        self: Any,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
@@ -115,7 +106,8 @@ class CachedGeneration:
         if attention_mask is not None and not torch.compiler.is_compiling() and not is_right_padded(real):
             packing = Packing(real)
             input_ids, attention_mask = packing.pack(input_ids), packing.real.to(attention_mask.dtype)
-        graph, positions = self._graph_for(routing), ()
+        graph = self._graph_for(routing)
+        positions: tuple[Tensor, ...] = ()
         if position_ids is not None:
             position_ids = position_ids.expand_as(real)
             if not torch.equal(position_ids[real], count_positions(real)[real]):

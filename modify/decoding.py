@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +22,6 @@ from modify.packing import Packing, is_right_padded, last_tokens
 from modify.passes.lower_to_cached import BLOCK_KINDS, BODIES
 from modify.passes.pipelines import CACHED, CACHED_LAST, PREDICT, Pipeline, build
 from modify.passes.runner import run_passes
-
-if TYPE_CHECKING:
-    from modify.modeling import MoDForCausalLM
 
 _CHECK_TOKENS = 23
 
@@ -50,7 +47,7 @@ class CachedGraphs:
 class Decoder:
     """Decodes with a cache on the modules of a converted model."""
 
-    def __init__(self, model: MoDForCausalLM, dense: Any, converted: fx.GraphModule) -> None:
+    def __init__(self, model: Any, dense: Any, converted: fx.GraphModule) -> None:
         """Capture `dense` anew, with a cache, and replay the conversion.
 
         Raises:
@@ -71,7 +68,7 @@ class Decoder:
             self._predicting = _lowered(graph, self.options, PREDICT)
         return self._predicting
 
-    def graphs(self, model: MoDForCausalLM, routing: str) -> CachedGraphs:
+    def graphs(self, model: Any, routing: str) -> CachedGraphs:
         """Return the graphs that decode with this routing.
 
         Raises:
@@ -93,7 +90,7 @@ class Decoder:
 
     def run(
         self,
-        model: MoDForCausalLM,
+        model: Any,
         cache: MoDCache,
         input_ids: Tensor,
         attention_mask: Tensor | None,
@@ -119,7 +116,7 @@ class Decoder:
         graphs = self.graphs(model, cache.routing)
         return _run(model, graphs, cache, input_ids, attention_mask, position_ids, keep)
 
-    def _check(self, model: MoDForCausalLM, graphs: CachedGraphs) -> None:
+    def _check(self, model: Any, graphs: CachedGraphs) -> None:
         """Compare the dense model without a cache and with one, in chunks, at two lengths side by side.
 
         A block may compute masks, positions or states of its own, which no graph shows.
@@ -157,7 +154,7 @@ def _lowered(graph: fx.GraphModule, options: dict[str, Any], pipeline: Pipeline)
 
 
 def _run(
-    model: MoDForCausalLM,
+    model: Any,
     graphs: CachedGraphs,
     cache: MoDCache,
     input_ids: Tensor,

@@ -206,15 +206,15 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
     ) -> MoDOutput | tuple[Any, ...]:
         """Run the model.
 
-        With a cache, `input_ids` are the tokens that follow those in it; `attention_mask` has the earlier columns too. Such
-        a call computes no gradients.
+        With a cache, `input_ids` are the tokens that follow those in it, and `attention_mask` has the earlier columns
+        too. Such a call computes no gradients.
 
         Args:
             input_ids: `[B, S]` int64 token ids.
             attention_mask: `[B, S]`, non-zero for real tokens; padding may be anywhere.
             labels: `[B, S]` int64 targets, shifted inside, -100 for none.
-            routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode, and
-                with a cache.
+            routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode,
+                and with a cache.
             position_ids: `[B, S]` int64; by default each sequence's real tokens are counted from 0.
             cache: from `new_cache` or an earlier output; changed in place. `past_key_values` is another name for it.
             use_cache: make a cache if none is given.
@@ -256,6 +256,12 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
             )
         result = MoDOutput(loss=loss, logits=logits, cache=cache, routing=blocks)
         return result.to_tuple() if return_dict is False else result
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Called by `generate`; see `CachedGeneration`."""
+        self._give_cache(generation_config, model_kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the dense model's token embedding."""

@@ -25,7 +25,7 @@ from modify.ops.cached import (
 from modify.ops.masks import causal_mask, query_mask, token_mask
 from modify.ops.memory import BlockKind
 from modify.ops.routing import gather_tokens, merge_tokens, select_predicted, select_topk
-from modify.ops.split_block import Part, SplitBlock, compile_part
+from modify.ops.split_block import SplitBlock, compile_part
 from modify.passes.base import (
     GraphPass,
     GraphPassResult,
@@ -189,7 +189,7 @@ class _RoutedBlock:
         values: dict[fx.Node, Any] = {source: body.placeholder(source.name) for source in outside}
         for node in ordered:
             values[node] = self._copy(body, node, values, step, chosen)
-        result = [values[node] for node in (inner, update, gate)]  # type: ignore[index]
+        result = [values[node] for node in (inner, update, gate)]
         body.output(body.call_function(running_rows, tuple(result)))
         merged = _insert(
             self.merge,
@@ -212,14 +212,17 @@ class _RoutedBlock:
 
     def _running(self) -> fx.Node:
         if self.selection.target is select_topk:
-            target, args = select_all, (self.step, self.index)
+            target: Callable[..., Any] = select_all
+            args: tuple[Any, ...] = ()
         else:
-            target, args = select_running, (self.step, self.index, *self.selection.args[:5])
-        return _insert(self.selection, target, args, f"running_{self.index}", self.made_by)
+            target, args = select_running, self.selection.args[:5]
+        return _insert(
+            self.selection, target, (self.step, self.index, *args), f"running_{self.index}", self.made_by
+        )
 
     def _operands(self) -> tuple[fx.Node, ...]:
         """Keys and values of all tokens, which the body takes from the cache."""
-        return self.block.kwargs["shared"][:2] if self.is_split else ()  # type: ignore[index, return-value]
+        return self.block.kwargs["shared"][:2] if self.is_split else ()  # type: ignore[return-value]
 
     def _store_keys_and_values(self) -> fx.Node:
         parts = self.graph_module.get_submodule(str(self.block.target))
@@ -234,9 +237,9 @@ class _RoutedBlock:
         # Whether there is a mask tells which code runs; here there is one always, and keys do not depend on it.
         computed = keys.args[0]
         assert isinstance(computed, fx.Node)
-        for source in [node for node in computed.all_input_nodes if node.target in _MASKS]:
-            computed.args = fx.map_arg(computed.args, lambda n, m=source: True if n is m else n)
-            computed.kwargs = fx.map_arg(computed.kwargs, lambda n, m=source: True if n is m else n)
+        computed.args, computed.kwargs = fx.map_arg(
+            (computed.args, computed.kwargs), lambda node: True if node.target in _MASKS else node
+        )
         last = keys if values in _before_in_order(keys) else values
         with self.graph.inserting_after(last):
             held = self.graph.call_function(store_all, (self.step, self.index, keys, values, dims, repeats))
@@ -255,9 +258,9 @@ class _RoutedBlock:
                 inside.add(node)
         stays = {self.selection, self.merge.args[0]}
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_module", "call_function") and node not in stays and node.users:
-                if inside.issuperset(node.users):
-                    inside.add(node)
+            is_call = node.op in ("call_module", "call_function")
+            if is_call and node not in stays and node.users and inside.issuperset(node.users):
+                inside.add(node)
         return inside
 
     def _copy(
@@ -265,9 +268,14 @@ class _RoutedBlock:
     ) -> fx.Node:
         if node.target is gather_tokens and node.args[1] is self.selection:
             x, _, *dim = node.args
+            batch = expression(x.meta["val"].shape[0])
+            if batch not in (1, dimension_symbols(self.graph)[0]):
+                raise PassError(
+                    f"{self.made_by}: of {x}, whose first dimension is {batch}, rows cannot be taken by sequence"
+                )
             return body.create_node(
                 "call_function", gather_running, (values[x], running, *dim), {}, node.name
-            )  # type: ignore[index]
+            )
         if node.target is token_mask:
             args = (step, self.index, running, *node.args[3:5])
             return body.create_node("call_function", selected_mask, args, {}, node.name)
@@ -282,7 +290,7 @@ class _RoutedBlock:
                 cache = body.call_function(block_cache, (step, self.index, running))
             _give_cache(copied, cache)
             return copied
-        held = values[self.held]  # type: ignore[index]
+        held = values[self.held]
         for number, operand in enumerate(self._operands()):
             values[operand] = body.call_function(stored, (held, number, running))
         return body.node_copy(node, values.__getitem__)
@@ -314,7 +322,7 @@ def _give_cache(block: fx.Node, cache: fx.Node) -> None:
 def _tensor_arguments(block: fx.Node) -> list[fx.Node]:
     """The tensors that a block is given, of all tokens where it is routed."""
     found = []
-    of_all = block.kwargs.get("shared", ())[:2]  # type: ignore[index]
+    of_all = block.kwargs.get("shared", ())[:2]
     for node in block.all_input_nodes:
         if node in of_all:
             continue
