@@ -263,6 +263,9 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         """Called by `generate`; see `CachedGeneration`."""
         self._give_cache(generation_config, model_kwargs)
 
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: `forward` counts real tokens itself, also where padding stands between a prompt and what follows it."""
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the dense model's token embedding."""
         return self._dense[0].get_input_embeddings()

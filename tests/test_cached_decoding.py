@@ -21,7 +21,9 @@ each_model = pytest.mark.parametrize(("name", "attend"), [(n, a) for n in FAMILI
 llama = pytest.mark.parametrize("attend", ATTEND)
 
 
-def greedy(model: modify.MoDForCausalLM, ids: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
+def greedy(
+    model: modify.MoDForCausalLM, ids: Tensor, mask: Tensor | None = None, **options: object
+) -> Tensor:
     """The new tokens."""
     mask = torch.ones_like(ids) if mask is None else mask
     output = model.generate(
@@ -161,7 +163,9 @@ def test_beams(name, attend):
     model = routed_model(name, attend)
     ids, mask = padded([token_ids(1, n, n)[0] for n in (6, 11)], "left")
     options = {"num_beams": 3, "num_return_sequences": 2, "max_length": None}
-    assert torch.equal(greedy(model, ids, mask, **options), greedy(model, ids, mask, use_cache=False, **options))
+    assert torch.equal(
+        greedy(model, ids, mask, **options), greedy(model, ids, mask, use_cache=False, **options)
+    )
 
 
 @llama
@@ -241,4 +245,7 @@ def test_chat_in_a_pipeline(tmp_path):
     answers = chat(turns, max_new_tokens=3, do_sample=False, batch_size=2)
     for turn, answer in zip(turns, answers, strict=True):
         said = answer[0]["generated_text"][-1]
-        assert said == {"role": "assistant", "content": generate_text(model, tokenizer, turn[0]["content"], chat=True, max_new_tokens=3).text}
+        assert said == {
+            "role": "assistant",
+            "content": generate_text(model, tokenizer, turn[0]["content"], chat=True, max_new_tokens=3).text,
+        }

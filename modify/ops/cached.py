@@ -214,15 +214,17 @@ def select_running(
         wanted = wanted & chunk.valid
     log = step.memory.blocks[index].log
     assert log is not None
+    nothing = Running(None, None, None, chunk.positions, [0] * len(step.start))
     if not bool(wanted.any()):
-        return Running(None, None, None, chunk.positions, [0] * len(step.start))
+        return nothing
     start = torch.tensor(step.start, device=logits.device)
     rank = _rank_in_chunk(wanted, chunk.positions, start, log.in_chunk_of(start))
     selected = wanted & (rank <= chunk_limit(capacity, slack))
-    counts = selected.sum(dim=1)
-    denied = (wanted.sum(dim=1) - counts).tolist()
-    log.overflow = [n + d for n, d in zip(log.overflow, denied, strict=True)]
-    return _noted(step, index, _packed(selected, counts.tolist(), chunk.positions))
+    counts = selected.sum(dim=1).tolist()
+    log.overflow = [
+        n + w - c for n, w, c in zip(log.overflow, wanted.sum(dim=1).tolist(), counts, strict=True)
+    ]
+    return _noted(step, index, _packed(selected, counts, chunk.positions)) if any(counts) else nothing
 
 
 def gather_running(x: Tensor, running: Running, dim: int = 1) -> Tensor:
