@@ -55,7 +55,9 @@ class CachedGeneration:
 
     def _give_cache(self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Put a cache of this model among the arguments; without one where it cannot have one, and say so."""
-        model_kwargs["routing"] = routing = model_kwargs.get("routing") or "predictor"
+        routing = model_kwargs.get("routing") or "predictor"
+        if self.training:  # the default is top-k then
+            model_kwargs["routing"] = routing
         given = model_kwargs.get("cache")
         if given is not None:
             given._is_user_defined = True

@@ -14,11 +14,13 @@ from modify.blocks import evaluation_mode
 from modify.capture import capture
 from modify.convert import convert_like
 from modify.errors import CacheError, ModifyError
+from modify.hidden_windows import hidden_window
 from modify.kv_cache import MoDCache
 from modify.ops.cached import CacheStep
 from modify.ops.memory import BlockKind
 from modify.ops.split_block import Part
 from modify.packing import Packing, is_right_padded, last_tokens
+from modify.passes.base import block_calls, longest_sequence
 from modify.passes.lower_to_cached import BLOCK_KINDS, BODIES
 from modify.passes.pipelines import CACHED, CACHED_LAST, PREDICT, Pipeline, build
 from modify.passes.runner import run_passes
@@ -126,9 +128,10 @@ class Decoder:
         """
         generator = torch.Generator().manual_seed(0)
         vocabulary = int(model.config.vocab_size)
-        ids = torch.randint(vocabulary, (2, _CHECK_TOKENS), generator=generator).to(model.device)
+        length = self._check_length()
+        ids = torch.randint(vocabulary, (2, length), generator=generator).to(model.device)
         mask = torch.ones_like(ids)
-        mask[1, _CHECK_TOKENS // 3 : _CHECK_TOKENS // 2] = 0
+        mask[1, length // 3 : length // 2] = 0
         packing = Packing(mask != 0)
         with evaluation_mode(model), torch.no_grad():
             dense = model._graphs["dense"]
@@ -136,7 +139,7 @@ class Decoder:
             expected = packing.unpack(type(dense).forward(model, *packed))
             cache = MoDCache("dense", graphs.kinds)
             found, start = [], 0
-            for end in (_CHECK_TOKENS // 2, _CHECK_TOKENS - 1, _CHECK_TOKENS):
+            for end in (length // 2, length - 1, length):
                 found.append(_run(model, graphs, cache, ids[:, start:end], mask[:, :end], None, 0))
                 start = end
         real = mask != 0
@@ -147,6 +150,12 @@ class Decoder:
                 f"logits differ by {float(difference):.1e} from those without one, so something inside its blocks "
                 "depends on more than the tokens that they are given"
             )
+
+    def _check_length(self) -> int:
+        """A few tokens; more where a block has a window inside, which has to be exceeded."""
+        dense = self.converted.meta["dense_graph"]
+        windows = [hidden_window(dense, block) for block in block_calls(dense.graph).values()]
+        return min(max(_CHECK_TOKENS, 2 * max(windows)), longest_sequence(dense.graph))
 
 
 def _lowered(graph: fx.GraphModule, options: dict[str, Any], pipeline: Pipeline) -> fx.GraphModule:

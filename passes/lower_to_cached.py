@@ -93,7 +93,7 @@ class LowerToCached(GraphPass):
             raise self.fail("top-k selection looks at the future; run RouteByPredictor first")
         for index, block in block_calls(graph).items():
             if reason := self._obstacle(graph_module, block):
-                raise self.fail(f"block {index} cannot be decoded with a cache: {reason}")
+                raise self.fail(f"block {index}: {reason}")
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""

@@ -75,11 +75,8 @@ class CacheStep:
             CacheError: a block did not use its cache as it should.
         """
         for given in self._given:
-            if given.updates != 1:
-                raise CacheError(
-                    f"block {given.index} stored keys and values {given.updates} times, not once; such blocks cannot "
-                    "be decoded with a cache: generate with use_cache=False"
-                )
+            if not given.is_used:
+                raise given.misuse("stores no keys and values in its cache")
         counts = self.everything.counts
         self.memory.seen = [start + count for start, count in zip(self.start, counts, strict=True)]
 
@@ -89,7 +86,13 @@ class BlockCache:
 
     def __init__(self, step: CacheStep, index: int, running: Running) -> None:
         self.step, self.index, self.running = step, index, running
-        self.updates = 0
+        self.is_used = False
+
+    def misuse(self, how: str) -> CacheError:
+        """Return the error of a block that uses its cache in another way."""
+        return CacheError(
+            f"block {self.index} {how}, and so cannot be decoded with one; generate with use_cache=False"
+        )
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int | None = None, *args: Any, **kwargs: Any
@@ -106,7 +109,9 @@ class BlockCache:
         Returns:
             `[R, heads, T, size]` each; slots without a token are hidden by the mask.
         """
-        self.updates += 1
+        if self.is_used:
+            raise self.misuse("stores keys and values in its cache twice")
+        self.is_used = True
         block = self.step.memory.blocks[self.index]
         stored = _store(self.step, block, self.running, (keys, values), (keys.dim() - 2, values.dim() - 2))
         return stored.read(0, self.running), stored.read(1, self.running)
@@ -114,10 +119,7 @@ class BlockCache:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise CacheError(
-            f"block {self.index} asks its cache for {name!r}, which is not known for single tokens; such blocks "
-            "cannot be decoded with a cache: generate with use_cache=False"
-        )
+        raise self.misuse(f"asks its cache for {name!r}")
 
 
 class Stored:
