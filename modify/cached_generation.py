@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from modify.decoding import Decoder
-from modify.errors import CacheError, CaptureError, ConfigError
+from modify.errors import CacheError, ConfigError, ModifyError
 from modify.kv_cache import MoDCache
 from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.packing import Packing, count_positions, is_right_padded, last_tokens
@@ -46,7 +46,7 @@ class CachedGeneration:
             try:
                 decoder = self._decoders["cached"] = Decoder(self, self._dense[0], self._graphs["topk"])
                 self._register_constants(decoder.converted)
-            except CaptureError as error:
+            except ModifyError as error:
                 self._decoders["cached"] = f"this model cannot be decoded with a cache: {error}"
         found = self._decoders["cached"]
         if isinstance(found, str):

@@ -74,6 +74,29 @@ def test_greedy_tokens_do_not_depend_on_cache_chunks_batch_or_padding(name, atte
     assert torch.equal(greedy(model, *padded(prompts, "right"), use_cache=False), alone)
 
 
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capacity": (0.5, 0.0, 1.0), "layers": (0, 1, 3), "bypass": "linear", "bypass_rank": 4},
+        {"capacity": 0.3, "every": 1, "predictor": "aux", "gate": "linear", "keep_first": 5},
+        {"capacity": (0.0, 0.0), "layers": (1, 2)},
+    ],
+)
+@torch.no_grad()
+def test_options_of_the_conversion(options, attend):
+    model = modify.MoDForCausalLM.from_dense(tiny_model("llama"), modify.MoDConfig(**options, attend=attend))
+    ids, mask = padded([token_ids(1, n, n)[0] for n in (14, 20)], "left")
+    expected = model.eval()(ids, attention_mask=mask).logits
+    logits, cache = in_chunks(model, ids, [9, 16, *range(17, 21)], mask=mask)
+    assert (logits - expected)[mask != 0].abs().max() < 1e-4
+    dropped = {i for i, capacity in model.conversion_record.layers if capacity == 0}
+    assert cache.usage().keys() == {0, 1, 2, 3} - dropped
+    for index, capacity in model.capacities.items():
+        ran = cache.usage()[index].ran
+        assert ran == (14, 20) if capacity == 1 else all(options.get("keep_first", 1) <= n for n in ran)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dense_routing_is_the_dense_model_with_its_own_cache(name):
     model, dense = routed_model(name), tiny_model(name)
