@@ -179,7 +179,9 @@ class Benchmark:
                 resume=resume,
                 progress=_losses(self.report, key),
             )
-        after = measure(load_any(folder, dtype=torch.float32), self.texts.held_out, self.config.batch_size)
+        healed = load_any(folder, dtype=torch.float32)
+        self._set_thresholds(healed)
+        after = measure(healed, self.texts.held_out, self.config.batch_size)
         entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         per_step = self.config.batch_size * self.config.length
         seconds = sum(per_step / entry["tokens_per_second"] for entry in entries if "loss" in entry)
@@ -225,9 +227,14 @@ class Benchmark:
         if CONVERSIONS[name].zero_start:
             start_like_p_mod(model)
         if not CONVERSIONS[name].calibrated:
-            rows = self.texts.calibration.rows
-            calibrate_thresholds(model, rows[spread_indices(len(rows), 16)], self.config.batch_size)
+            self._set_thresholds(model)
         return model
+
+    def _set_thresholds(self, model: PreTrainedModel) -> None:
+        """Calibrate the predictors' thresholds on the calibration text, as calibration does."""
+        rows = self.texts.calibration.rows
+        if isinstance(model, MoDForCausalLM) and model.capacities:
+            calibrate_thresholds(model, rows[spread_indices(len(rows), 16)], self.config.batch_size)
 
     def _loss(self, model: PreTrainedModel, routing: Routing) -> float:
         """Loss on the few rows, as training measures it along the way."""

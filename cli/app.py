@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect as python_inspect
 import os
+import re
 import signal
 import sys
 import traceback
@@ -140,6 +141,13 @@ def _message(error: Exception) -> str:
 def _out_of_memory(error: Exception) -> str | None:
     if isinstance(error, MemoryError):
         return "out of memory; try fewer or shorter sequences (--batch-size, --length)"
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):  # torch's, which has no class
+        wanted = re.search(r"allocate (\d+) bytes", str(error))
+        size = f": {int(wanted[1]) / 2**30:,.1f} GiB cannot be had" if wanted else ""
+        return (
+            f"out of memory{size}; try fewer or shorter sequences (--batch-size, --length), or a smaller "
+            "--bypass-rank, --predictor-hidden or --lora-rank where those are large"
+        )
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         return f"out of GPU memory; try fewer or shorter sequences (--batch-size, --length): {error}".splitlines()[
             0

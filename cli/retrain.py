@@ -232,8 +232,10 @@ def retrain(
         fsdp=fsdp,
     )
     from modify.retraining import retrain as run
-    from modify.storage import check_target
+    from modify.storage import check_apart, check_target
 
+    for read in (checkpoint, *([] if teacher is None else [teacher])):
+        check_apart(read, out)
     check_target(Path(out).absolute(), overwrite)  # before the minutes that loading may take
     with terminal.stages("loading"):
         tokenizer = load_tokenizer(checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.config import MoDConfig, Precision
-from modify.errors import ConfigError
-from modify.evaluation import default_length, find_tokenizer, packed_rows
+from modify.errors import CheckpointError, ConfigError
+from modify.evaluation import find_tokenizer, packed_rows
 from modify.fitting import fit_block, fit_predictor, middle, relative_error
 from modify.graph_walk import GraphWalk
 from modify.loss_metric import loss_metrics
@@ -43,6 +43,9 @@ class CalibrationOptions:
         length: tokens per row; None for 512, or the model's context where that is shorter.
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
+
+    Raises:
+        ConfigError: a number is out of range, or `capacities` come without `flops`.
     """
 
     data: Any
@@ -52,6 +55,18 @@ class CalibrationOptions:
     length: int | None = None
     batch_size: int = 4
     precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        _check_numbers(self.rows, self.batch_size)
+        check_precision(self.precision)
+        if self.length is not None and self.length < 2:
+            raise ConfigError(
+                f"length={self.length}: a row needs at least 2 tokens, since each predicts the next"
+            )
+        if self.capacities is not None and self.flops is None:
+            raise ConfigError(
+                "capacities are what flops may lower blocks to: give flops too, or leave them out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,20 +151,22 @@ def calibrate(
         progress: called with (blocks done, blocks in all).
 
     Raises:
-        ConfigError: a number is out of range, or there is no tokenizer.
+        ConfigError: `model` is not converted, a number is out of range, or there is no tokenizer.
+        CheckpointError: the dense model's hidden states are not finite.
         DataError: the data cannot be read, is shorter than one row, or does not fit the model.
     """
-    for name, value in (("rows", rows), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not isinstance(model, MoDForCausalLM):
+        raise ConfigError(
+            f"calibrate takes a converted model, and {type(model).__name__} is none; convert it first, with "
+            "MoDForCausalLM.from_dense"
+        )
+    _check_numbers(rows, batch_size)
     check_calibrated(model.mod_config)
     check_precision(precision)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"parameter {name} is on the meta device: calibration needs the weights")
-    packed = packed_rows(
-        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
-    ).rows
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     chosen = packed[spread_indices(len(packed), rows)]
     with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(model.mod_config.seed)  # of random routers
@@ -158,6 +175,12 @@ def calibrate(
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
         blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)
     return CalibrationReport(tokens=chosen.numel(), blocks=blocks)
+
+
+def _check_numbers(rows: int, batch_size: int) -> None:
+    for name, value in (("rows", rows), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def check_calibrated(config: MoDConfig) -> None:
@@ -173,6 +196,14 @@ def check_precision(precision: Precision) -> None:
     """Raise `ConfigError` for a word that is no precision."""
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+
+
+def check_finite(what: str, tensors: Iterable[Tensor]) -> None:
+    """Raise `CheckpointError` where the dense model computes NaN or infinite numbers: nothing can be fitted to them."""
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise CheckpointError(
+            f"{what} are not finite; the checkpoint's weights are damaged, or try precision fp32"
+        )
 
 
 def batches_of(rows: Tensor, batch_size: int, device: torch.device) -> list[Tensor]:
@@ -213,6 +244,9 @@ class _Calibration:
         same = True  # no block has been routed or dropped so far
         for index, result in self.dense_results.items():
             targets = self.dense.run_to(result)
+            check_finite(f"block {index}: hidden states", targets)
+            if index in self.metrics:
+                check_finite(f"block {index}: gradients of the loss behind it", [self.metrics[index]])
             same = same and index in self.routed_results and index not in self.routing
             if same:
                 self._give(index, targets)

@@ -62,7 +62,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises nothing more special
-        raise CheckpointError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
+        remedy = (
+            "fetch the file anew"
+            if path.suffix == ".gguf"
+            else "put the tokenizer.json and tokenizer_config.json of its model there"
+        )
+        reason = first_line(error).rstrip(".:")  # what follows the first line is of other libraries
+        raise CheckpointError(f"{path} has no tokenizer that can be loaded ({reason}); {remedy}") from error
 
 
 def load_any(path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from modify.blocks import evaluation_mode
 from modify.capture import model_device
-from modify.errors import CaptureError, first_line
+from modify.errors import CaptureError, CheckpointError, first_line
 from modify.hidden_keys import HideUnselectedKeys
 from modify.hidden_windows import hidden_window
 from modify.ops.masks import causal_mask
@@ -72,6 +72,9 @@ def check_blocks(
         captured: the dense graph, from `modify.capture`.
         converted: what `InsertRouters` made of it.
         progress: called with (blocks done, blocks in all).
+
+    Raises:
+        CheckpointError: a block fails since its weights are NaN or infinite.
     """
     routed = {index: node for index, node in block_calls(converted.graph).items() if "routed" in node.meta}
     by_length: dict[int, list[int]] = {}
@@ -87,6 +90,8 @@ def check_blocks(
             arguments = full[index].in_float32(), compact[index].in_float32()
             hide = None if index in split else HideUnselectedKeys(selection, length)
             verdicts[index] = _check(index, weights.runner(modules[index]), *arguments, selection, hide)
+            if verdicts[index].failure is not None:
+                _check_finite(index, modules[index])
             if progress:
                 progress(len(verdicts), len(routed))
 
@@ -100,6 +105,16 @@ def check_blocks(
         length = min(_SHORT_LENGTH, longest_sequence(captured.graph))
         check(passed, _full_selection(length, device), length)
     return dict(sorted(verdicts.items()))
+
+
+def _check_finite(index: int, block: nn.Module) -> None:
+    """Raise `CheckpointError` where a block fails for its weights' sake: left dense, it would be as damaged."""
+    for name, parameter in block.named_parameters():
+        if not parameter.is_meta and not bool(parameter.isfinite().all()):
+            raise CheckpointError(
+                f"block {index}: parameter {name} is not finite; the checkpoint's weights are damaged, "
+                "fetch or save them anew"
+            )
 
 
 def blocks_with_optional_mask(captured: fx.GraphModule) -> tuple[int, ...]:

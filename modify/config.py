@@ -16,6 +16,9 @@ BypassKind = Literal["identity", "linear"]
 AttendKind = Literal["selected", "all"]
 Precision = Literal["fp32", "bf16"]  # bf16: autocast, weights and sums stay in float32
 
+MOST = 2**31 - 1  # of integers; larger ones do not fit where torch and the graphs keep them
+MOST_SEED = 2**32 - 1  # what NumPy takes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoDConfig:
@@ -46,7 +49,7 @@ class MoDConfig:
         predictor_hidden: width of the `mlp` predictor's hidden layer.
         predictor_slack: of every 256 consecutive tokens a predictor may select up to `ceil(predictor_slack * k)`, `k`
             for 256 tokens, so that shapes stay static; later tokens beyond that skip the block, and are counted.
-        seed: seed of the initial router and predictor weights.
+        seed: seed of the initial router and predictor weights, from 0 to 2**32 - 1.
 
     Raises:
         ConfigError: a value is out of range; the message names the option.
@@ -90,12 +93,12 @@ class MoDConfig:
             ("bypass_rank", 1),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not _is_number(self.predictor_slack) or self.predictor_slack < 1.0:
-            raise ConfigError(f"predictor_slack must be at least 1.0, got {self.predictor_slack!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+            check_integer(name, value, least)
+        if not _is_number(self.predictor_slack) or not 1.0 <= self.predictor_slack <= 256.0:
+            raise ConfigError(
+                f"predictor_slack must be at least 1.0 and at most 256, got {self.predictor_slack!r}"
+            )
+        check_integer("seed", self.seed, 0, MOST_SEED)
         for name, kinds in (
             ("attend", AttendKind),
             ("gate", GateKind),
@@ -171,5 +174,13 @@ class MoDConfig:
         return cls(**options)
 
 
+def check_integer(name: str, value: object, least: int, most: int = MOST) -> None:
+    """Raise `ConfigError` unless `value` is an integer of the range, both ends included."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value > most:
+        raise ConfigError(f"{name} must be an integer of at most {most}, got {value}")
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf

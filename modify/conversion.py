@@ -137,6 +137,8 @@ def convert_checkpoint(
     start = time.perf_counter()
     path = Path(source)
     check_apart(path, output)
+    if calibration is not None:
+        _check_calibration(config, calibration)
     with atomic_directory(output, overwrite=overwrite) as directory:
         copy_start = time.perf_counter()
         if path.suffix == ".gguf":
@@ -166,7 +168,9 @@ def convert_checkpoint(
 
                 draw_selection(selection, directory / SELECTION_PLOT)
             report = {"calibration": fitted.to_dict(), "selection": selection and selection.to_dict()}
-            (directory / CALIBRATION).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            (directory / CALIBRATION).write_text(
+                json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
     record: ConversionRecord = graph.meta["conversion_record"]
     reasons = dict(record.unroutable)
     return ConversionReport(
@@ -184,6 +188,16 @@ def convert_checkpoint(
     )
 
 
+def _check_calibration(config: MoDConfig, options: CalibrationOptions) -> None:
+    """Refuse what the calibration would refuse only when weights and text have been read."""
+    from modify.calibration import check_calibrated
+    from modify.selection import LADDER, check_target
+
+    check_calibrated(config)
+    if options.flops is not None:
+        check_target(options.flops, LADDER if options.capacities is None else options.capacities)
+
+
 def _calibrated(
     path: Path,
     config: MoDConfig,
@@ -192,12 +206,12 @@ def _calibrated(
 ) -> tuple[fx.GraphModule, BlockSelection | None, CalibrationReport]:
     """Convert the dense checkpoint in `path` with its weights, and calibrate it."""
     from modify.calibration import calibrate
-    from modify.evaluation import default_length, packed_rows
+    from modify.evaluation import packed_rows
     from modify.selection import select_blocks
 
     model = load_dense(path, dtype=torch.float32)
     tokenizer = None if isinstance(options.data, PackedDataset) else load_tokenizer(path)
-    rows = packed_rows(model, options.data, tokenizer, options.length or default_length(model))
+    rows = packed_rows(model, options.data, tokenizer, options.length)
     selection = None
     if options.flops is not None:
         selection = select_blocks(

@@ -129,7 +129,7 @@ def pack(
 
     Raises `DataError` for data that cannot be read or has fewer tokens than one row.
     """
-    if limit_tokens is not None and limit_tokens < length:
+    if length > 1 and limit_tokens is not None and limit_tokens < length:
         raise DataError(f"limit_tokens={limit_tokens} is less than one row of {length} tokens: raise it")
     name = "the data"
     if isinstance(data, str | os.PathLike):

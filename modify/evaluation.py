@@ -130,7 +130,7 @@ def evaluate(
     for name, value in (("batch_size", batch_size), ("limit_rows", limit_rows)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    dataset = packed_rows(model, data, tokenizer, length or default_length(model), limit_rows=limit_rows)
+    dataset = packed_rows(model, data, tokenizer, length, limit_rows=limit_rows)
     rows = dataset.rows[:limit_rows]
     loss, sums = run_rows(model, rows, routing, batch_size, progress)
     blocks = tuple(
@@ -190,19 +190,22 @@ def packed_rows(
     model: PreTrainedModel,
     data: Any,
     tokenizer: PreTrainedTokenizerBase | None,
-    length: int,
+    length: int | None,
     *,
     limit_rows: int | None = None,
 ) -> PackedDataset:
-    """Pack `data` into rows that fit `model`; a `PackedDataset` is taken as it is.
+    """Pack `data` into rows that fit `model`, by default of `default_length`; a `PackedDataset` is taken as it is.
 
     Raises:
         ConfigError: `length` exceeds the model's context, or text comes without a tokenizer.
-        DataError: see `pack`; or a token id lies outside the model's vocabulary.
+        DataError: see `pack`, which also refuses a `length` below 2; or a token id lies outside the model's vocabulary.
     """
     config = model.config.get_text_config()
     context = context_length(model)
-    length = data.length if isinstance(data, PackedDataset) else length
+    if isinstance(data, PackedDataset):
+        length = data.length
+    elif length is None:
+        length = default_length(model)
     if context is not None and length > context:
         raise ConfigError(f"length {length} is longer than the model's context of {context} tokens")
     if not isinstance(data, PackedDataset):

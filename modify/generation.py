@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
 from modify.kv_cache import MoDCache
 
@@ -93,6 +94,7 @@ def generate_text(
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     start = time.perf_counter()
+    check_integer("seed", seed, 0, MOST_SEED)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
         generate: Any = model.generate

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from modify.distributed import local
-from modify.errors import StorageError
+from modify.errors import StorageError, first_line
 
 _OPTIMIZER = "optimizer."
 
@@ -56,6 +57,15 @@ def save_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     if tensors:
         metadata = {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
         save_file(tensors, folder / f"shard-{process + 1:05}.safetensors", metadata)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged or missing file of a checkpoint raises while it is read into one line that names it."""
+    try:
+        yield
+    except Exception as error:  # a cut file raises what its format pleases
+        raise _unreadable(path, error) from error
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
@@ -125,7 +135,10 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise _unreadable(folder, next(iter(error.failures.values()))[0]) from error
 
 
-def _unreadable(folder: Path, error: BaseException) -> StorageError:
+def _unreadable(path: Path, error: BaseException) -> StorageError:
+    checkpoint = path.parent
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return StorageError(
-        f"{folder} cannot be read ({error}); remove {folder.parent} to resume from the checkpoint before it"
+        f"{path} cannot be read ({reason}); remove {checkpoint} to resume from the checkpoint before it, or "
+        f"{checkpoint.parent.parent} to start again"
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from modify.config import Precision
+from modify.config import MOST, MOST_SEED, Precision, check_integer
 from modify.errors import ConfigError
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -44,6 +44,7 @@ _INTEGERS = {  # and their least values
     "eval_every": 0,
     "calibration_rows": 1,
 }
+_LARGEST = 1e30  # with room to multiply in float32
 _NUMBERS = (
     "lora_alpha",
     "learning_rate",
@@ -149,15 +150,17 @@ class RetrainConfig:
             value = getattr(self, name)
             if name == "length" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_integer(name, value, least, MOST_SEED if name == "seed" else MOST)
         for name in _NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} must be a number of at least 0, got {value!r}")
-        for name in ("lora_alpha", "distill_temperature"):
-            if getattr(self, name) == 0:
-                raise ConfigError(f"{name} must be above 0")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+                raise ConfigError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value!r}")
+        if self.lora_alpha == 0:
+            raise ConfigError("lora_alpha must be above 0")
+        if not 0.01 <= self.distill_temperature <= 1000:  # its square is a factor of the loss, in float32
+            raise ConfigError(
+                f"distill_temperature must lie in [0.01, 1000], got {self.distill_temperature!r}"
+            )
         if self.distill_weight > 1:
             raise ConfigError(f"distill_weight must be a number from 0 to 1, got {self.distill_weight!r}")
         for name, kinds in (("schedule", Schedule), ("precision", Precision), ("train", Train)):

@@ -31,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 _TENSORBOARD = "tensorboard"
 _LOCK = "lock"
 _VALUES = 64  # of each parameter, roughly
+_LOCK_TRIES = 20  # each fails only when another run ends in that moment
 
 
 class Run:
@@ -86,8 +87,9 @@ class Run:
 
     def complete_checkpoints(self) -> dict[int, Path]:
         """The checkpoints that every process finished, by step."""
-        found = self.folder.glob(f"{CHECKPOINTS}/checkpoint-*/{COMPLETE}")
-        return {int(path.parent.name.rpartition("-")[2]): path.parent for path in found}
+        found = [path.parent for path in self.folder.glob(f"{CHECKPOINTS}/checkpoint-*/{COMPLETE}")]
+        steps = {path.name.removeprefix("checkpoint-"): path for path in found}
+        return {int(step): path for step, path in steps.items() if step.isdecimal()}
 
     def _check_folder(self, resume: bool) -> None:
         """Refuse a folder that is no run's, before a lock is put into it."""
@@ -223,16 +225,20 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
     try:
         import fcntl
     except ImportError:  # Windows
-        folder.mkdir(parents=True, exist_ok=True)
-        return None
-    while True:
+        fcntl = None  # type: ignore[assignment]
+    for _ in range(_LOCK_TRIES):
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {folder}: {error.strerror}; choose another output") from error
+        if fcntl is None:
+            return None
+        try:
             file = (folder / _LOCK).open("ab")
         except FileNotFoundError:
             continue  # the run that had it ended just now, and removed the folder
         except OSError as error:
-            raise StorageError(f"cannot write {folder}: {error.strerror}") from error
+            raise StorageError(f"cannot write {folder}: {error.strerror}; choose another output") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -247,6 +253,7 @@ def _take_lock(folder: Path) -> IO[bytes] | None:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
                 return file
         file.close()  # locked a file that the run that had it removed
+    raise StorageError(f"{folder} is removed again and again by other runs; choose another output")
 
 
 def _fingerprint(model: PreTrainedModel, rows: PackedDataset) -> dict[str, Any]:
@@ -275,14 +282,24 @@ def _weights_digest(model: PreTrainedModel) -> str:
 
 
 def _truncate(metrics: Path, step: int) -> None:
-    """Drop the entries after `step`, and a last line that was cut."""
+    """Drop the entries after `step`, and a last line that was cut.
+
+    Raises:
+        StorageError: another line is no log entry.
+    """
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     kept = []
-    with suppress(FileNotFoundError):
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-    metrics.write_text("".join(kept), encoding="utf-8")
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines) or not isinstance(error, ValueError):
+                raise StorageError(
+                    f"{metrics}: line {number} is no log entry; remove that line, or the file to resume without the "
+                    "entries so far"
+                ) from error
+    metrics.write_bytes(b"".join(kept))
 
 
 def _tensorboard(folder: Path, step: int | None) -> TrainerCallback:

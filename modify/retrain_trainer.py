@@ -18,6 +18,7 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -28,7 +29,7 @@ from modify.errors import ModifyError
 from modify.evaluation import run_rows
 from modify.modeling import MOD_PREFIXES, MoDForCausalLM, Routing
 from modify.retrain_callbacks import Anneal, Clock, LogHook, MarkComplete, Record
-from modify.retrain_checkpoint import load_model, load_optimizer, save_tensors
+from modify.retrain_checkpoint import load_model, load_optimizer, readable, save_tensors
 from modify.retrain_config import RetrainConfig
 from modify.retrain_distill import Distillation
 from modify.retrain_losses import language_loss_sum, predictor_loss, real_tokens, router_statistics
@@ -36,6 +37,7 @@ from modify.retrain_run import CHECKPOINTS
 
 _TENSORS = "tensors"
 _WINDOW = "window.json"
+_STATE = "trainer_state.json"
 
 
 def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, Any]]:
@@ -324,12 +326,23 @@ class MoDTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Read what `_save_checkpoint` wrote; the sums so far are process 0's from here on."""
-        load_model(Path(resume_from_checkpoint, _TENSORS), self.model_itself)
-        window = json.loads(Path(resume_from_checkpoint, _WINDOW).read_text(encoding="utf-8"))
-        self._logged_step = window["logged_step"]
+        folder = Path(resume_from_checkpoint)
+        load_model(folder / _TENSORS, self.model_itself)
+        with readable(folder / _STATE):  # which Trainer reads next
+            step = TrainerState.load_from_json(str(folder / _STATE)).global_step
+            if folder.name != f"checkpoint-{step}":
+                raise ValueError(f"it is of step {step}")
+        with readable(folder / _WINDOW):
+            window = json.loads((folder / _WINDOW).read_text(encoding="utf-8"))
+            self._logged_step = int(window["logged_step"])
+            sums = {name: torch.tensor(float(value)) for name, value in window["sums"].items()}
         if self.args.process_index == 0:
-            device = self.args.device
-            self._sums = {name: torch.tensor(value, device=device) for name, value in window["sums"].items()}
+            self._sums = {name: value.to(self.args.device) for name, value in sums.items()}
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        process = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
+        with readable(Path(checkpoint or "", f"rng_state{process}.pth")):
+            super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

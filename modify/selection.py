@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from modify.block_costs import flops_by_block
+from modify.block_search import BlockSearch, Step
 from modify.blocks import evaluation_mode
-from modify.calibration import METRIC_ROWS, batches_of, check_calibrated, check_precision, spread_indices
-from modify.capture import model_device
+from modify.calibration import check_calibrated, check_precision, spread_indices
 from modify.config import MoDConfig, Precision
-from modify.convert import route_by_predictor
 from modify.errors import ConfigError
-from modify.evaluation import default_length, find_tokenizer, loss_sum, packed_rows
-from modify.fitting import fit_block
-from modify.graph_walk import GraphSegments
-from modify.loss_metric import loss_metrics
+from modify.evaluation import find_tokenizer, packed_rows
 from modify.modeling import MoDForCausalLM
-from modify.ops.modules import Bypass
-from modify.passes.base import block_calls, merges_of, routing_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LADDER = (0.6, 0.3, 0.0)
-_REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_NOISE = 1.3  # losses per operation are measured no more exactly than to this factor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One choice of the search: a block's capacity is lowered.
-
-    Attributes:
-        block: its index.
-        capacity: what it is lowered to; 0 drops the block.
-        loss: mean cross-entropy on the calibration text after this step, in nats per token. Blocks lowered earlier are
-            fitted anew every few steps only.
-        flops_ratio: operations of the whole model after this step, relative to the dense model's.
-    """
-
-    block: int
-    capacity: float
-    loss: float
-    flops_ratio: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +76,9 @@ def select_blocks(
 
     A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
-    the others. The step with the least loss per operation saved is taken. Costs rarely fall as more blocks are routed,
-    so a cost that was measured before an earlier step is measured again only when it comes out on top (lazy greedy,
-    Minoux 1978), and what is then within the noise of the next one is taken. A block that the model cannot spare (see
+    the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are
+    routed, much alike for all, so only the three steps that were cheapest when last measured are measured again, after
+    the lazy greedy algorithm (Minoux 1978). A block that the model cannot spare (see
     `BlockSelection.kept`) is never lowered.
 
     Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
@@ -131,17 +101,26 @@ def select_blocks(
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
 
     Raises:
-        ConfigError: a number is out of range, no block can be routed, or the target cannot be reached.
+        ConfigError: `model` is not a dense one, a number is out of range, no block can be routed, or the target cannot
+            be reached.
         CaptureError: the model cannot be captured.
+        CheckpointError: the dense model's hidden states, or a loss, are not finite.
         DataError: the data cannot be read, is shorter than two rows, or does not fit the model.
     """
+    if isinstance(model, MoDForCausalLM) or not isinstance(model, PreTrainedModel):
+        kind = "is converted already" if isinstance(model, MoDForCausalLM) else "is none"
+        raise ConfigError(
+            f"select_blocks takes a dense Hugging Face model, and {type(model).__name__} {kind}; give it the model to "
+            "convert"
+        )
     capacities = LADDER if capacities is None else tuple(capacities)
-    _check(flops, capacities, rows, batch_size)
+    check_target(flops, capacities)
+    for name, value, least in (("rows", rows, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
     check_calibrated(config)
     check_precision(precision)
-    packed = packed_rows(
-        model, data, tokenizer or find_tokenizer(model), length or default_length(model)
-    ).rows
+    packed = packed_rows(model, data, tokenizer or find_tokenizer(model), length).rows
     if len(packed) < 2:
         raise ConfigError("selecting blocks needs at least two rows of text; give more, or a smaller length")
     chosen = packed[spread_indices(len(packed), rows)]
@@ -151,7 +130,7 @@ def select_blocks(
     routed = MoDForCausalLM.from_dense(model, everything)
     with evaluation_mode(routed), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(config.seed)  # of random routers
-        search = _Search(routed, chosen, batch_size, capacities, precision)
+        search = BlockSearch(routed, chosen, batch_size, capacities, precision)
         allowed = dataclasses.replace(config, every=1, capacity=1.0).routed_layers(
             len(search.blocks_in_model)
         )
@@ -173,7 +152,8 @@ def select_blocks(
         else:
             raise ConfigError(
                 f"flops={flops} cannot be reached: with every block that can be spared lowered as far as capacities "
-                f"allow, the model takes {1.0 - saved:.3f} of the dense model's operations"
+                f"allow, the model takes {1.0 - saved:.3f} of the dense model's operations; raise flops, or add a "
+                "lower step to capacities"
             )
         loss = search.refit()
     layers = dict(sorted(search.state.items()))
@@ -190,7 +170,8 @@ def select_blocks(
     )
 
 
-def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int) -> None:
+def check_target(flops: float, capacities: Sequence[float]) -> None:
+    """Raise `ConfigError` for a target or a ladder that no model can have."""
     if not 0.0 < flops < 1.0:
         raise ConfigError(
             f"flops must lie between 0 and 1, got {flops}; 0.67 saves a third of the operations"
@@ -199,226 +180,3 @@ def _check(flops: float, capacities: Sequence[float], rows: int, batch_size: int
         raise ConfigError(f"capacities must lie in [0, 1), got {list(capacities)}")
     if sorted(set(capacities), reverse=True) != list(capacities):
         raise ConfigError(f"capacities must descend, got {list(capacities)}")
-    for name, value, least in (("rows", rows, 2), ("batch_size", batch_size, 1)):
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:
-    """The blocks that cost far more than the others when they are lowered alone."""
-    if not alone:
-        return ()
-    limit = max(0.1, 10 * statistics.median(alone.values()))
-    return tuple(index for index, loss in alone.items() if loss > limit)
-
-
-class _Search:
-    """The model under search: how far each block is lowered, and the hidden states that this leads to.
-
-    Fits are made on the first `fitted` batches, losses measured on the others. The former's hidden states follow the
-    choices only when all blocks are fitted anew, the latter's after every step.
-    """
-
-    def __init__(
-        self,
-        model: MoDForCausalLM,
-        rows: Tensor,
-        batch_size: int,
-        capacities: tuple[float, ...],
-        precision: Precision,
-    ) -> None:
-        self.model, self.capacities = model, capacities
-        graph = model.graph
-        routing: dict[int, Any] = dict(routing_of(graph.graph))
-        self.selections: dict[int, fx.Node] = {index: route.args[1] for index, route in routing.items()}
-        self.entries: dict[int, fx.Node] = {
-            index: route.args[0].all_input_nodes[0] for index, route in routing.items()
-        }
-        self.merges = merges_of(graph.graph)
-        result: Any = graph.graph.output_node().args[0]
-        self.logits: fx.Node = result.args[0]
-        self.blocks = self.allowed = list(self.entries)
-        self.blocks_in_model = block_calls(model.dense_graph.graph)
-        self.state: dict[int, float] = {}
-        self.alone: dict[int, float] = {}
-        self.kept: tuple[int, ...] = ()
-        self._count_flops(graph, rows.shape[1])
-        self.segments = GraphSegments(graph, self.entries[self.blocks[0]], self.logits, precision)
-        device = model_device(model)
-        measured = torch.arange(len(rows)) % 3 == 1
-        parts = rows[~measured], rows[measured]
-        fitted, others = (batches_of(part, batch_size, device) for part in parts)
-        self.batches, self.fitted = fitted + others, len(fitted)
-        learned = self.blocks if model.mod_config.routing == "learned" else ()
-        few = batches_of(parts[0][spread_indices(len(parts[0]), METRIC_ROWS)], batch_size, device)
-        self.metrics = loss_metrics(model.dense_graph, few, learned, precision)
-        self.targets_of_loss = parts[1].numel() - len(parts[1])
-        begun = [self.segments.begin(ids) for ids in self.batches]
-        self.contexts = [context for context, _ in begun]
-        self.hidden = {self.blocks[0]: [hidden for _, hidden in begun]}
-        self.targets: dict[int, list[Tensor]] = {}
-        self.loss = self._refresh(self.blocks[0], range(len(self.batches)))
-
-    def steps(self, report: Callable[[], None]) -> Iterator[Step]:
-        """Lower one block after another; each step is yielded when it is taken.
-
-        `report` is called when `alone` has grown.
-        """
-        # Loss per share of operations, block, capacity, and the step at which that was measured.
-        candidates: list[tuple[float, int, float, int]] = []
-        for index in self.allowed:
-            if (first := self._next_capacity(index)) is not None:
-                rate, self.alone[index] = self._rate(index, first)
-                candidates.append((rate, index, first, 0))
-                report()
-        self.kept = _indispensable(self.alone)
-        candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
-        heapq.heapify(candidates)
-        step = 0
-        while candidates:
-            rate, index, capacity, measured = heapq.heappop(candidates)
-            if self._next_capacity(index) is None:
-                continue  # all other blocks have been dropped since
-            if measured != step:
-                rate, _ = self._rate(index, capacity)
-                if candidates and rate > _NOISE * candidates[0][0]:
-                    heapq.heappush(candidates, (rate, index, capacity, step))
-                    continue
-            step += 1
-            self._set(index, capacity)
-            if step % _REFIT_EVERY == 0:
-                self.loss = self.refit()
-            else:
-                self._fit(index)
-                self.loss = self._refresh(index, range(self.fitted, len(self.batches)))
-            yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
-            if (following := self._next_capacity(index)) is not None:
-                # Not measured yet; it will hardly cost less than the step before it.
-                heapq.heappush(candidates, (rate, index, following, -1))
-
-    def _rate(self, index: int, capacity: float) -> tuple[float, float]:
-        """Return what lowering a block further adds to the loss, per share of the operations saved and in all."""
-        loss, saved = self._try(index, capacity) - self.loss, self._saving(index, capacity)
-        # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
-        return loss / saved if loss > 0.0 else -saved, loss
-
-    def _next_capacity(self, index: int) -> float | None:
-        """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
-        last = sum(value == 0.0 for value in self.state.values()) + 1 == len(self.blocks_in_model)
-        lower = [
-            c
-            for c in self.capacities
-            if c < self.state.get(index, 1.0) and self._saving(index, c) > 0.0 and not (last and c == 0.0)
-        ]
-        return lower[0] if lower else None
-
-    def _saving(self, index: int, capacity: float) -> float:
-        now = self.flops[index, self.state.get(index, 1.0)]
-        return (now - self.flops[index, capacity]) / self.dense_flops
-
-    def _flops_ratio(self) -> float:
-        saved = sum(
-            self.flops[index, 1.0] - self.flops[index, capacity] for index, capacity in self.state.items()
-        )
-        return 1.0 - saved / self.dense_flops
-
-    def _count_flops(self, graph: fx.GraphModule, length: int) -> None:
-        """Count each block's operations at each capacity, on shapes."""
-        dense = flops_by_block(self.model.dense_graph, 1, length)
-        self.dense_flops = sum(dense.values())
-        self.flops = {(index, 1.0): dense[index] for index in self.blocks}
-        for capacity in self.capacities:
-            for index in self.blocks:
-                self.selections[index].update_arg(1, capacity or self.capacities[0])
-            counted = flops_by_block(route_by_predictor(graph, self.model.mod_config), 1, length)
-            for index in self.blocks:
-                self.flops[index, capacity] = (
-                    counted[index] if capacity else self._bypass_flops(index, length)
-                )
-        for index in self.blocks:
-            self.selections[index].update_arg(1, 1.0)
-
-    def _bypass_flops(self, index: int, length: int) -> int:
-        bypass = self._bypass(index)
-        return 0 if bypass is None else 2 * length * (bypass.down.weight.numel() + bypass.up.weight.numel())
-
-    def _bypass(self, index: int) -> Bypass | None:
-        module = getattr(self.model, "bypasses", None)
-        return None if module is None else module.get_submodule(str(index))
-
-    def _set(self, index: int, capacity: float) -> None:
-        if capacity < 1.0:
-            self.state[index] = capacity
-        else:
-            self.state.pop(index, None)
-        self.selections[index].update_arg(1, capacity or 1.0)
-
-    def _try(self, index: int, capacity: float) -> float:
-        """Return the loss with one block lowered further, and leave everything as it was."""
-        before = self.state.get(index, 1.0)
-        modules = [m for m in (self._bypass(index), self.model.get_submodule(f"routers.{index}")) if m]
-        saved = [{name: tensor.clone() for name, tensor in m.state_dict().items()} for m in modules]
-        self._set(index, capacity)
-        self._fit(index)
-        total = torch.zeros((), dtype=torch.float64)
-        for batch in range(self.fitted, len(self.batches)):
-            hidden = self.hidden[index][batch]
-            for block in self.blocks[self.blocks.index(index) :]:
-                hidden, _ = self._segment(block, batch, hidden)
-            total += loss_sum(hidden, self.batches[batch])
-        self._set(index, before)
-        for module, state in zip(modules, saved, strict=True):
-            module.load_state_dict(state)
-        return float(total) / self.targets_of_loss
-
-    def refit(self) -> float:
-        """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
-        return self._refresh(min(self.state), range(len(self.batches)), self.state)
-
-    def _refresh(self, first: int, batches: range, fit: Collection[int] = ()) -> float:
-        """Run batches from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
-        total = torch.zeros((), dtype=torch.float64)
-        for index in self.blocks[self.blocks.index(first) :]:
-            if index in fit:
-                self._fit(index)
-            passed: list[Tensor] = []
-            outputs: list[Tensor] = []
-            for batch in batches:
-                hidden, behind = self._segment(index, batch, self.hidden[index][batch])
-                if index != self.blocks[-1]:
-                    passed.append(hidden)
-                elif batch >= self.fitted:
-                    total += loss_sum(hidden, self.batches[batch])
-                outputs.append(behind)
-            if index != self.blocks[-1]:
-                following = self.blocks[self.blocks.index(index) + 1]
-                self.hidden[following] = self.hidden.get(following, [])[: batches.start] + passed
-            self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
-        return float(total) / self.targets_of_loss
-
-    def _segment(self, index: int, batch: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a block, and return the hidden states before the next one (or the logits), and those right behind it."""
-        start, merge = self.entries[index], self.merges[index]
-        last = index == self.blocks[-1]
-        if self.state.get(index) == 0.0:
-            bypass = self._bypass(index)
-            start, hidden = merge, hidden if bypass is None else bypass(hidden)
-        if last and batch < self.fitted:
-            stop = merge
-        else:
-            stop = self.logits if last else self.entries[self.blocks[self.blocks.index(index) + 1]]
-        result, behind = self.segments.run(self.contexts[batch], start, hidden, (stop, merge))
-        return result, behind
-
-    def _fit(self, index: int) -> None:
-        """Fit a lowered block's bypass and router, as calibration will."""
-        hidden, targets = self.hidden[index][: self.fitted], self.targets[index]
-        fit_block(
-            self._bypass(index),
-            self.model.get_submodule(f"routers.{index}"),
-            hidden,
-            targets,
-            self.state[index],
-            self.model.mod_config.keep_first,
-            self.metrics.get(index),
-        )

@@ -9,9 +9,10 @@ import torch
 from families import tiny_model
 
 import modify
-from modify.calibration import calibrate, spread_indices
+from modify.calibration import CalibrationOptions, calibrate, spread_indices
+from modify.conversion import convert_checkpoint
 from modify.data import PackedDataset
-from modify.errors import ConfigError
+from modify.errors import CheckpointError, ConfigError
 from modify.evaluation import evaluate, membership, run_rows
 from modify.ops.modules import Router
 from modify.passes.base import block_calls
@@ -249,6 +250,48 @@ def test_bad_numbers_are_refused(rows):
             calibrate(convert(gate=gate), rows)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"length": 0}, "length=0: a row needs at least 2 tokens"),
+        ({"precision": "fp16"}, "precision must be one of fp32, bf16"),
+        ({"capacities": (0.5,)}, "capacities are what flops may lower blocks to: give flops too"),
+    ],
+)
+def test_options_are_checked_when_they_are_made(options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        CalibrationOptions(data="pydoc", **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"gate": "linear"}, {}, "gate='linear' cannot be calibrated"),
+        ({}, {"flops": 2.0}, "flops must lie between 0 and 1"),
+        ({}, {"flops": 0.5, "capacities": (0.2, 0.5)}, "capacities must descend"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_before_the_checkpoint_is_read(
+    tmp_path, config, options, message
+):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        convert_checkpoint(
+            tmp_path / "absent",
+            tmp_path / "out",
+            modify.MoDConfig(**config),
+            calibration=CalibrationOptions(data="pydoc", **options),
+        )
+
+
+def test_a_dense_model_is_refused(rows):
+    with pytest.raises(
+        ConfigError, match=r"^calibrate takes a converted model, and LlamaForCausalLM is none; convert"
+    ):
+        calibrate(tiny_model("llama"), rows)
+
+
 def test_rows_are_spread():
     assert spread_indices(10, 2) == [2, 7]
     assert spread_indices(3, 8) == [0, 1, 2]
@@ -269,3 +312,20 @@ def test_low_precision_is_close(rows):
         assert torch.equal(models[1](ids, routing="dense").logits, tiny_model("llama").eval()(ids).logits)
     with pytest.raises(ConfigError, match="precision must be one of fp32, bf16, got 'fp16'"):
         calibrate(models[0], rows, precision="fp16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_named(rows, value):
+    model = convert()
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.down_proj.weight")[3, 3] = value
+    with pytest.raises(
+        CheckpointError,
+        match=r"^block 0: hidden states are not finite; the checkpoint's weights are damaged, or try precision fp32$",
+    ):
+        calibrate(model, rows, rows=4)
+    model = convert()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = value  # behind all blocks
+    with pytest.raises(CheckpointError, match=r"^block 1: gradients of the loss behind it are not finite"):
+        calibrate(model, rows, rows=4)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import CONTEXT, write_gguf, write_llama
 from transformers import T5Config
 
@@ -165,6 +166,12 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "convert dense out --flops 0.8", ("--select sensitivity", "leave --flops out")),
     (nothing, "convert dense out --capacities 0.5", ("--select sensitivity", "leave --capacities out")),
     (nothing, "convert dense out --calibration-rows 8", ("--calibrate", "leave --calibration-rows out")),
+    (nothing, "convert dense out --calibrate pydoc --length 0", ("a row needs at least 2 tokens",)),
+    (nothing, "convert dense out --calibrate pydoc --length -5", ("a row needs at least 2 tokens",)),
+    (nothing, "evaluate mod --data pydoc --length 0", ("length=0: a row needs at least 2 tokens",)),
+    (nothing, "plot mod --data pydoc --length -5", ("length=-5: a row needs at least 2 tokens",)),
+    (nothing, "plot mod --data pydoc --length 1", ("length=1: a row needs at least 2 tokens",)),
+    (nothing, "convert dense out --calibrate pydoc --calibration-rows 0", ("rows", "at least 1, got 0")),
     (nothing, "convert dense out --length 8", ("--calibrate", "leave --length out")),
     (nothing, "convert dense out --calibrate absent.txt", ("no such file", "absent.txt")),
     (nothing, "convert dense out --calibrate pydoc --gate linear", ("gate='linear'", "gate='tanh'")),
@@ -179,6 +186,10 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
         "convert dense out --calibrate pydoc --select sensitivity --flops 0.5 --capacities 0.2,0.5",
         ("capacities must descend",),
     ),
+    (nothing, f"convert dense out --seed {2**32}", ("seed", "at most 4294967295")),
+    (nothing, f"convert dense out --keep-first {10**25}", ("keep_first", "at most 2147483647")),
+    (nothing, "generate mod --prompt hi --seed -1", ("seed", "at least 0")),
+    (nothing, f"retrain mod out --data pydoc --steps {10**25}", ("steps", "at most 2147483647")),
     (nothing, "convert dense out --capacity some", ("--capacity", "'some'")),
     (nothing, "convert dense out --capacity 0.5,0.5,0.5", ("3 values", "2 blocks")),
     (nothing, "convert dense out --layers 1,9", ("block 9", "4 blocks")),
@@ -192,6 +203,9 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (some_output, "convert dense out --overwrite", ("was not written by modify",)),
     (some_output, "retrain mod out --data pydoc", ("out already exists",)),
     (nothing, "retrain mod out --data pydoc --length 32 --fsdp", ("FSDP", "torchrun --nproc-per-node N")),
+    (nothing, "retrain mod mod --data pydoc --overwrite", ("would replace mod",)),
+    (nothing, "retrain mod mod/x --data pydoc", ("lies within mod",)),
+    (nothing, "retrain mod dense/x --data pydoc --teacher dense --distill 1", ("lies within dense",)),
     (empty_text, "retrain mod out --data empty.txt --length 64", ("empty.txt has 0 tokens",)),
     (empty_text, "evaluate mod --data empty.txt --length 64", ("empty.txt has 0 tokens",)),
     (empty_text, "plot mod --data empty.txt --length 64", ("empty.txt has 0 tokens",)),
@@ -206,7 +220,11 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, "generate mod --file absent.txt", ("absent.txt", "No such file")),
     (cut_mod_weights, "generate mod --prompt hi", ("mod.safetensors is damaged",)),
     (no_tokenizer, "evaluate mod --data pydoc", ("no tokenizer",)),
-    (cut_tokenizer, "evaluate mod --data pydoc", ("no tokenizer that can be loaded",)),
+    (
+        cut_tokenizer,
+        "evaluate mod --data pydoc",
+        ("no tokenizer that can be loaded (", "); put the tokenizer.json"),
+    ),
     (nothing, "evaluate dense --data pydoc --routing topk", ("dense model",)),
     (nothing, "evaluate mod --data pydoc --device quantum", ("--device quantum",)),
     (nothing, "plot dense --data pydoc --length 64", ("dense model",)),
@@ -306,6 +324,16 @@ def test_bug_keeps_its_traceback(
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("error: RuntimeError: this is a bug")
     assert listing(here) == before
+
+
+def test_too_little_memory_is_no_bug(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object, **__: object) -> None:
+        torch.empty(2**52, dtype=torch.uint8)  # more than an address space
+
+    monkeypatch.setattr(modify.conversion, "mod_state_dict", large)
+    fails(capsys, "convert dense out", "out of memory: 4,194,304.0 GiB cannot be had", "--bypass-rank")
 
 
 def test_closed_pipe_is_no_error(here: Path) -> None:

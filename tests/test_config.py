@@ -33,6 +33,13 @@ from modify.errors import ConfigError
         ({"predictor_slack": 0.5}, r"predictor_slack must be at least 1\.0"),
         ({"predictor_hidden": 0}, "predictor_hidden must be an integer of at least 1"),
         ({"seed": 1.0}, "seed must be an integer"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"seed": 2**32}, "seed must be an integer of at most 4294967295, got 4294967296"),
+        ({"keep_first": 10**25}, "keep_first must be an integer of at most 2147483647, got 1"),
+        ({"bypass_rank": 2**31}, "bypass_rank must be an integer of at most"),
+        ({"predictor_hidden": 2**31}, "predictor_hidden must be an integer of at most"),
+        ({"predictor_slack": 1e308}, r"predictor_slack must be at least 1\.0 and at most 256, got 1e\+308"),
+        ({"capacity": 10**400}, r"capacity must lie in \[0, 1\]"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(options, message):

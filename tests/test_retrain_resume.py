@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +214,28 @@ def test_a_live_run_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_that_cannot_be_made_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        StorageError, match=r"^cannot write .*out\.run: Not a directory; choose another output"
+    ):
+        plain(tmp_path / "file" / "out", PLAIN)
+
+    tries = []
+
+    def refuse(path: Path, **_: Any) -> None:  # as under /proc
+        tries.append(path)
+        assert len(tries) < 99, "it would try for ever"
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match=r"^cannot write .*out\.run: No such file or directory; choose"):
+        plain(tmp_path / "out", PLAIN)
+    assert len(tries) == 1
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", '{"config": 3, "rows_per_step": "six"}'])
 def test_a_damaged_record_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "out.run").mkdir()
@@ -223,6 +248,59 @@ def test_a_damaged_record_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "out.run" / "run.json").write_text(text[:-1])
     with pytest.raises(StorageError, match=r"run\.json cannot be read"):
         plain(tmp_path / "out", PLAIN, resume=True)
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was interrupted behind its checkpoint of step 2."""
+    out = tmp_path_factory.mktemp("unfinished") / "out"
+    with pytest.raises(KeyboardInterrupt):
+        plain(out, dataclasses.replace(PLAIN, save_every=2), callbacks=[Interrupt(3)])
+    return out.with_name("out.run")
+
+
+CUT = r" cannot be read \(.+\); remove .*checkpoint-2 to resume from the checkpoint before it, or .*out\.run to start"
+NO_ENTRY = r": line 1 is no log entry; remove that line, or the file to resume without the entries so far$"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("checkpoints/checkpoint-2/window.json", b'{"logged_step": 2, "su', CUT),
+        ("checkpoints/checkpoint-2/window.json", None, CUT),
+        ("checkpoints/checkpoint-2/window.json", b"[3]", CUT),
+        ("checkpoints/checkpoint-2/trainer_state.json", b'{"epoch": 1', CUT),
+        ("checkpoints/checkpoint-2/trainer_state.json", b"{}", CUT),
+        ("checkpoints/checkpoint-2/trainer_state.json", None, CUT),
+        ("checkpoints/checkpoint-2/rng_state.pth", b"PK\x03\x04", CUT),
+        ("metrics.jsonl", b'\xff\xfe\xfa\n{"step": 1}\n', NO_ENTRY),
+        ("metrics.jsonl", b"3\n", NO_ENTRY),
+        ("metrics.jsonl", b'{}\n{"step": 1}\n', NO_ENTRY),
+    ],
+)
+def test_damaged_files_of_a_run_are_one_clear_line(
+    tmp_path: Path, unfinished: Path, name: str, content: bytes | None, message: str
+) -> None:
+    shutil.copytree(unfinished, tmp_path / "out.run")
+    damaged = tmp_path / "out.run" / name
+    if content is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(content)
+    with pytest.raises(StorageError, match=rf"^\S*{re.escape(name)}{message}") as caught:
+        plain(tmp_path / "out", dataclasses.replace(PLAIN, save_every=2), resume=True)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "out.run" / "checkpoints" / "checkpoint-2" / "complete").exists()
+
+
+def test_a_stray_folder_and_a_cut_entry_are_passed_over(tmp_path: Path, unfinished: Path) -> None:
+    shutil.copytree(unfinished, tmp_path / "out.run")
+    (tmp_path / "out.run" / "checkpoints" / "checkpoint-x" / "complete").mkdir(parents=True)
+    with (tmp_path / "out.run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "lo')
+    report = plain(tmp_path / "out", dataclasses.replace(PLAIN, save_every=2), resume=True)
+    assert report.resumed_from == 2
+    assert [entry[0] for entry in losses(tmp_path / "out")] == list(range(1, 8))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -10,9 +11,10 @@ import torch
 from families import tiny_model
 
 import modify
+from modify.block_search import BlockSearch
 from modify.convert import route_by_predictor
 from modify.data import PackedDataset
-from modify.errors import ConfigError, ModifyError
+from modify.errors import CheckpointError, ConfigError, ModifyError
 from modify.evaluation import run_rows
 from modify.flops import count_flops
 from modify.selection import select_blocks
@@ -98,12 +100,60 @@ def test_every_kind_of_conversion(dense, rows, attend, bypass):
         ({"flops": 0.5, "capacities": ()}, r"capacities must lie in \[0, 1\), got \[\]"),
         ({"flops": 0.5, "capacities": (0.25, 0.5)}, "capacities must descend"),
         ({"flops": 0.5, "rows": 1}, "rows must be at least 2, got 1"),
-        ({"flops": 0.2, "capacities": (0.7,)}, r"flops=0.2 cannot be reached.*takes 0\.8"),
+        (
+            {"flops": 0.2, "capacities": (0.7,)},
+            r"flops=0.2 cannot be reached.*takes 0\.8.*; raise flops, or add a lower",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(dense, rows, options, message):
     with pytest.raises(ConfigError, match=message):
         select_blocks(dense, CONFIG, rows, **{"rows": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            r"block 0: parameter mlp\.up_proj\.weight is not finite; the checkpoint",
+        ),
+        ("model.norm.weight", "block 0: gradients of the loss behind it are not finite"),
+    ],
+)
+def test_damaged_weights_are_named(dense, rows, name, message):
+    damaged = copy.deepcopy(dense)
+    with torch.no_grad():
+        damaged.get_parameter(name)[3] = torch.nan
+    with pytest.raises(CheckpointError, match=f"^{message}"):
+        select_blocks(damaged, CONFIG, rows, flops=0.8, rows=4)
+
+
+def test_a_loss_that_is_no_number_is_no_gain(dense, rows, monkeypatch):
+    """Random routers need no gradients, so that the loss is the first to show it; and one trial alone may."""
+    damaged = copy.deepcopy(dense)
+    with torch.no_grad():
+        damaged.model.norm.weight[3] = torch.nan
+    config = dataclasses.replace(CONFIG, routing="random")
+    with pytest.raises(CheckpointError, match=r"^the dense model: the loss is not finite; the checkpoint's"):
+        select_blocks(damaged, config, rows, flops=0.8, rows=4)
+
+    def fit(self, index):
+        self._bypass(index).up.bias.fill_(torch.nan)
+
+    monkeypatch.setattr(BlockSearch, "_fit", fit)
+    with pytest.raises(CheckpointError, match=r"^block 0 at capacity 0\.6: the loss is not finite"):
+        select_blocks(dense, config, rows, flops=0.8, rows=4)
+
+
+def test_a_converted_model_is_refused(dense, rows):
+    model = modify.MoDForCausalLM.from_dense(dense, CONFIG)
+    with pytest.raises(
+        ConfigError, match=r"^select_blocks takes a dense .* MoDForCausalLM is converted already; give"
+    ):
+        select_blocks(model, CONFIG, rows, flops=0.8)
+    with pytest.raises(ConfigError, match=r"^select_blocks takes a dense .* Linear is none; give"):
+        select_blocks(torch.nn.Linear(2, 2), CONFIG, rows, flops=0.8)
 
 
 def test_the_result_is_json(selection):
