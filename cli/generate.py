@@ -39,8 +39,7 @@ def generate(
 ) -> None:
     """Continue a text, printed as it is generated.
 
-    A converted checkpoint routes by its predictors. There is no key-value cache yet: every step runs the whole
-    sequence.
+    A converted checkpoint routes by its predictors, with a key-value cache: a token that skips a block does not run it.
 
     Examples:
 

@@ -33,6 +33,8 @@ _FACTORS: dict[Any, tuple[int, int]] = {
     _aten.bmm.default: (0, 1),
     _aten.baddbmm.default: (1, 2),
 }
+# These leave dimension 1 where it is, unless they name it.
+_KEEP_HEADS = (_aten.transpose.int, _aten.contiguous.default, _aten.clone.default)
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
 
 
@@ -225,7 +227,7 @@ class _Split:
         dims = [dim for dim, size in enumerate(shape) if size.has(LENGTH)] if gathered else []
         if dims and (len(dims) > 1 or dims[0] == 0 or shape[dims[0]] != LENGTH):
             raise CannotSplit(f"its parts share {node.name}, {list(shape)}, of which rows cannot be gathered")
-        return SharedValue(shape, dtype, dims[0] if dims else None)
+        return SharedValue(shape, dtype, dims[0] if dims else None, 1 if gathered else _repeats(node))
 
     def _keys_values(self) -> Part:
         outputs = [*(operand.node for operand in self.operands), *self.gathered]
@@ -276,6 +278,23 @@ class _Emitter:
         """Return the graph as code that returns `result`."""
         self.graph.output(result)
         return compile_part(self.graph, tuple(self.trace.inputs[node] for node in self.inputs))
+
+
+def _repeats(node: fx.Node) -> int:
+    """How many equal heads in a row `[B, heads, ..]` has: an expanded dimension that is merged into the heads."""
+    while node.target in _KEEP_HEADS and not {0, 1, -3, -4} & {a for a in node.args[1:] if type(a) is int}:
+        node = node.args[0]  # type: ignore[assignment]
+    merged = node
+    while node.target in (_aten.reshape.default, _aten.view.default, _aten.clone.default):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is not _aten.expand.default or merged.meta["val"].dim() != 4:
+        return 1
+    wide, narrow = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    sizes = [expression(size) for size in wide.shape]
+    if len(sizes) != 5 or narrow.shape[2] != 1 or not sizes[2].is_number:
+        return 1
+    merged_heads = expression(merged.meta["val"].shape[1])
+    return int(sizes[2]) if merged_heads == sizes[1] * sizes[2] else 1
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,25 +21,30 @@ from modify.blocks import (
 )
 from modify.errors import CaptureError, first_line
 from modify.opaque import OpaqueCall, is_opaque, opaque_modules
-from modify.ops.masks import padding_or_ones
+from modify.ops.masks import padding_or_ones, positions_or_count
 from modify.passes.base import nodes_in
 from modify.passes.runner import copy_persistence
 
 
 class _LogitsOnly(nn.Module):
-    """Calls a model on token ids without a cache, and returns its logits."""
+    """Calls a model on token ids, without a cache or with an empty one, and returns its logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, cache: Any) -> None:
         super().__init__()
         self.model = model
+        self.cache = cache
         self.first, self.accepted = forward_parameters(model)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         kwargs: dict[str, Any] = {self.first: input_ids}
         if "attention_mask" in self.accepted:
             kwargs["attention_mask"] = attention_mask
         if "use_cache" in self.accepted:
-            kwargs["use_cache"] = False
+            kwargs["use_cache"] = self.cache is not None
+        if self.cache is not None:
+            kwargs |= {"position_ids": position_ids, cache_argument(self.accepted): self.cache}
         output = self.model(**kwargs)
         if isinstance(output, tuple | list):
             output = output[0]
@@ -48,7 +54,23 @@ class _LogitsOnly(nn.Module):
         return output
 
 
-def capture(model: nn.Module) -> fx.GraphModule:
+# Names of the cache argument of transformers' models, the current one first.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+def cache_argument(accepted: Collection[str]) -> str:
+    """Return the name under which a model that accepts these arguments takes its key-value cache.
+
+    Raises:
+        CaptureError: it takes none, or no position ids beside it.
+    """
+    found = next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
+    if found is None or "position_ids" not in accepted:
+        raise CaptureError("the model does not take a key-value cache and position ids")
+    return found
+
+
+def capture(model: nn.Module, *, cache: Any = None) -> fx.GraphModule:
     """Capture `model` as a graph of embedding, positions, decoder blocks, final norm and head.
 
     Blocks and leaf modules are the original modules, called by `call_module`; parameters keep their names. Every tensor
@@ -58,6 +80,9 @@ def capture(model: nn.Module) -> fx.GraphModule:
     Args:
         model: a Hugging Face causal LM, or any module that maps token ids `[B, S]` to logits `[B, S, V]` (alone, or as
             the first element of a tuple).
+        cache: an empty key-value cache; the graph then has a third input `position_ids=None`, `[B, S]`, and every block
+            that the model hands its cache has the place of that argument in `meta["cache_argument"]`: its name, or
+            its index.
 
     Returns:
         A GraphModule called as `graph(input_ids, attention_mask=None)`, with `[B, S]` token ids and a `[B, S]` padding
@@ -69,8 +94,8 @@ def capture(model: nn.Module) -> fx.GraphModule:
     device = model_device(model)
     with evaluation_mode(model), torch.no_grad():
         modules = find_opaque_modules(model, device)
-        program, calls = _trace(model, modules, device)
-        return _rebuild(model, program, calls)
+        program, calls = _trace(model, modules, device, cache)
+        return _rebuild(model, program, calls, cache)
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -82,18 +107,21 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def _trace(
-    model: nn.Module, modules: dict[str, OpaqueModule], device: torch.device
+    model: nn.Module, modules: dict[str, OpaqueModule], device: torch.device, cache: Any
 ) -> tuple[torch.export.ExportedProgram, list[OpaqueCall]]:
     length_limit = max_length(model)
-    wrapper = _LogitsOnly(model)
+    wrapper = _LogitsOnly(model, cache)
     ids = torch.zeros(PROBE_BATCH, PROBE_LENGTH, dtype=torch.int64, device=device)
     mask = torch.ones_like(ids)
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     length = torch.export.Dim("seq", min=2, max=max(length_limit or 1 << 24, PROBE_LENGTH + 1))
-    shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if cache is not None:
+        inputs["position_ids"] = torch.arange(PROBE_LENGTH, device=device).expand(PROBE_BATCH, -1).clone()
+    shapes = {name: {0: batch, 1: length} for name in inputs}
     try:
-        with opaque_modules(model, modules) as calls:
-            program = torch.export.export(wrapper, (ids, mask), dynamic_shapes=shapes, strict=False)
+        with opaque_modules(model, modules, cache) as calls:
+            program = torch.export.export(wrapper, (), inputs, dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -115,7 +143,7 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def _rebuild(
-    model: nn.Module, program: torch.export.ExportedProgram, calls: list[OpaqueCall]
+    model: nn.Module, program: torch.export.ExportedProgram, calls: list[OpaqueCall], cache: Any
 ) -> fx.GraphModule:
     """Turn the exported program into a graph over the original modules, parameters and buffers."""
     exported = program.module(check_guards=False)
@@ -134,13 +162,17 @@ def _rebuild(
             if node.target == "input_ids":
                 ids = placeholder
                 ids.meta["longest_sequence"] = _upper_bound(node.meta["val"].shape[1])
+            elif node.target == "position_ids":
+                values[node] = graph.call_function(positions_or_count, (placeholder, ids))
+                values[node].meta = dict(node.meta)
             else:
                 values[node] = graph.call_function(padding_or_ones, (placeholder, ids))
                 values[node].meta = dict(node.meta)
         elif node.op == "get_attr":
             target = node.target.removeprefix(prefix)
             if not _has_tensor(model, target):
-                target = f"constant_{len(constants)}"
+                # Graphs with a cache and without run on one module, so their constants have different names.
+                target = f"{'' if cache is None else 'cached_'}constant_{len(constants)}"
                 constants[target] = _resolve(exported, node.target)
             values[node] = graph.get_attr(target)
             values[node].meta = dict(node.meta)
@@ -148,6 +180,7 @@ def _rebuild(
             call = calls[node.args[2]]
             tensors, _ = call.operands(node, values)
             args, kwargs = call.arguments(node, values)
+            args, kwargs, place = _without_cache(args, kwargs, cache)
             defaults = inspect.signature(model.get_submodule(call.module.name).forward).parameters
             kwargs = {
                 k: v
@@ -156,6 +189,8 @@ def _rebuild(
             }
             result = graph.call_module(call.module.name, tuple(args), kwargs)
             result.meta = {"val": node.meta["val"]}
+            if place is not None:
+                result.meta["cache_argument"] = place
             if call.module.is_block:
                 nodes = nodes_in((result.args, result.kwargs))
                 result.meta |= {"block": blocks, "hidden_argument": nodes.index(tensors[call.module.like])}
@@ -170,6 +205,19 @@ def _rebuild(
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
     return _graph_module(model, graph, constants)
+
+
+def _without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], str | int | None]:
+    """Put None in the place of the cache among a module's arguments, and return that place: name, index or None."""
+    if cache is None:
+        return args, kwargs, None
+    places: list[str | int] = [i for i, value in enumerate(args) if value is cache]
+    places += [name for name, value in kwargs.items() if value is cache]
+    args = tuple(None if value is cache else value for value in args)
+    kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
+    return args, kwargs, places[0] if places else None
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph, constants: dict[str, Tensor]) -> fx.GraphModule:

@@ -19,7 +19,8 @@ from modify.blocks import evaluation_mode
 from modify.capture import model_device
 from modify.errors import CaptureError, CheckpointError, first_line
 from modify.hidden_keys import HideUnselectedKeys
-from modify.ops.masks import causal_mask, query_mask, token_mask
+from modify.hidden_windows import hidden_window
+from modify.ops.masks import causal_mask
 from modify.ops.routing import Selection, merge_tokens, select_topk
 from modify.ops.split_block import SplitBlock
 from modify.passes.base import (
@@ -37,7 +38,6 @@ from modify.passes.classify_masks import is_square
 CHECK_LENGTH = 257
 _CHECK_BATCH = 2
 _SHORT_LENGTH = 16
-_LONGEST_WINDOW = 4096
 # Blocks that pass differ by rounding, some 1e-6 in float32.
 _TOLERANCE = 1e-4
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -240,30 +240,9 @@ def _accepts_none(block: _Runner, full: _Arguments) -> bool:
 
 
 def _check_length(captured: fx.GraphModule, block: fx.Node) -> int:
-    """`CHECK_LENGTH`, beyond a larger window inside the block where one can be told, within the model's context.
-
-    A window may be kept in a banded buffer, or in a number of that name; one that the block's mask shows is no secret.
-    """
-    module = captured.get_submodule(str(block.target))
-    windows = [_band(buffer) for buffer in module.buffers() if not buffer.is_meta]
-    if not any(
-        source.target in (token_mask, query_mask) and source.args[3] is not None
-        for source in block.all_input_nodes
-    ):
-        for owner in module.modules():
-            windows += [
-                value for name, value in vars(owner).items() if "window" in name and type(value) is int
-            ]
-    longest = max((window for window in windows if window <= _LONGEST_WINDOW), default=0)
+    """`CHECK_LENGTH`, or beyond a larger window inside the block, within the model's context."""
+    longest = hidden_window(captured, block)
     return min(max(CHECK_LENGTH, longest + 1), longest_sequence(captured.graph))
-
-
-def _band(buffer: Tensor) -> int:
-    """How many keys the last row of a square mask lets through; 0 for any other buffer."""
-    if buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2] or buffer.shape[-1] <= CHECK_LENGTH:
-        return 0
-    visible = int((buffer[..., -1, :].reshape(-1, buffer.shape[-1])[0] != 0).sum())
-    return visible if visible < buffer.shape[-1] else 0
 
 
 def _random_selection(length: int, device: torch.device) -> Selection:

@@ -15,7 +15,7 @@ from modify.capture import capture
 from modify.compaction import blocks_with_optional_mask, check_blocks
 from modify.config import MoDConfig
 from modify.errors import CaptureError, ConfigError
-from modify.ops.split_block import BlockParts
+from modify.ops.split_block import BlockParts, SplitBlock, call_leaves
 from modify.passes.base import block_calls
 from modify.passes.pipelines import CONVERT, DENSE, PREDICT, build
 from modify.passes.runner import PassReport, run_passes
@@ -134,18 +134,25 @@ def convert_captured(
         record: of the conversion.
         splitter: of the captured graph, with what it has traced already.
     """
+    source = captured
+    if config.attend == "all":
+        splitter = splitter or BlockSplitter(_dense(captured, record))
+        dense_ones = dict(record.unroutable)
+        parts = {i: _parts(splitter, i, like) for i, like in record.splits if i not in dense_ones}
+        source = replace_blocks(captured, parts)
+    return _replay(source, captured, config, record)
+
+
+def _replay(
+    source: fx.GraphModule, captured: fx.GraphModule, config: MoDConfig, record: ConversionRecord
+) -> fx.GraphModule:
+    """Run the passes on `source`: the captured graph, with blocks that run in parts where that is needed."""
+    dense = _dense(captured, record)
     options = dataclasses.asdict(config) | {
         "layers": record.layers,
         "unroutable": record.unroutable,
         "optional_mask": frozenset(record.optional_mask),
     }
-    dense = _dense(captured, record)
-    source = captured
-    if config.attend == "all":
-        splitter = splitter or BlockSplitter(dense)
-        dense_ones = dict(record.unroutable)
-        parts = {i: _parts(splitter, i, like) for i, like in record.splits if i not in dense_ones}
-        source = replace_blocks(captured, parts)
     graph_module, reports = run_passes(source, build(CONVERT, options))
     calls = block_calls(graph_module.graph)
     if len(calls) == len(block_calls(dense.graph)) and not any(
@@ -161,6 +168,33 @@ def convert_captured(
         "dense_graph": dense,
     }
     return graph_module
+
+
+def convert_like(captured: fx.GraphModule, converted: fx.GraphModule) -> fx.GraphModule:
+    """Replay the conversion that made `converted` on another capture of the same model, with its parts of blocks.
+
+    Args:
+        captured: from `modify.capture`.
+        converted: from `convert`.
+
+    Raises:
+        CaptureError: blocks are not called as they were in the capture that was converted.
+    """
+    record: ConversionRecord = converted.meta["conversion_record"]
+    blocks = block_calls(captured.graph)
+    for index, block in block_calls(converted.meta["dense_graph"].graph).items():
+        if _places(block) != _places(blocks[index]):
+            raise CaptureError(f"block {index} is called with other arguments when there is a cache")
+    modules = {
+        i: converted.get_submodule(str(node.target)) for i, node in block_calls(converted.graph).items()
+    }
+    parts = {i: module.parts for i, module in modules.items() if isinstance(module, SplitBlock)}
+    return _replay(replace_blocks(captured, parts), captured, converted.meta["mod_config"], record)
+
+
+def _places(block: fx.Node) -> tuple[str, list[bool]]:
+    """Which block is called, and which of the call's leaves are values of the graph."""
+    return str(block.target), [isinstance(leaf, fx.Node) for leaf in call_leaves(block.args, block.kwargs)]
 
 
 def _dense(captured: fx.GraphModule, record: ConversionRecord) -> fx.GraphModule:

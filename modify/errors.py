@@ -35,6 +35,10 @@ class ExportError(ModifyError):
     """A graph cannot be exported, an exported graph fails its checks, or a runtime is missing."""
 
 
+class CacheError(ModifyError):
+    """A key-value cache does not fit the call that it is given to, or a model cannot be decoded with one."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, for quoting it in another; its type where it has none."""
     text = str(error).strip()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
+from modify.kv_cache import MoDCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,8 @@ class Generation:
         prompt_tokens: number of tokens of the prompt.
         new_tokens: number of tokens generated.
         seconds: wall time of the generation.
+        overflow: how often a token skipped a block although the predictor selected it, since the predictor's limit was
+            reached; None without a cache of a converted model.
     """
 
     prompt: str
@@ -32,6 +35,7 @@ class Generation:
     prompt_tokens: int
     new_tokens: int
     seconds: float
+    overflow: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -100,15 +104,18 @@ def generate_text(
             max_new_tokens=max_new_tokens,
             pad_token_id=_pad_token(tokenizer),
             streamer=None if on_text is None else _Streamer(tokenizer, on_text),
+            return_dict_in_generate=True,
             **sampling,
         )
-    new = output[0, count:]
+    new = output.sequences[0, count:]
+    cache = output.get("cache")
     return Generation(
         prompt=text,
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
         prompt_tokens=count,
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
+        overflow=cache.overflow if isinstance(cache, MoDCache) else None,
     )
 
 

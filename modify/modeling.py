@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,16 +24,16 @@ from transformers import (
 )
 from transformers.utils import ModelOutput, cached_file
 
+from modify.cached_generation import CachedGeneration, Routing
 from modify.capture import capture, model_device
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
 from modify.errors import CheckpointError, ConfigError, first_line
-from modify.ops.routing import BlockRouting, RoutedOutput
+from modify.kv_cache import MoDCache
+from modify.ops.routing import BlockRouting
 from modify.ops.split_block import install_split_blocks
 from modify.passes.base import routing_of
 from modify.passes.runner import copy_graph
-
-Routing = Literal["topk", "predictor", "dense"]
 
 MOD_WEIGHTS = "mod.safetensors"
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -73,15 +73,17 @@ class MoDOutput(ModelOutput):
     Attributes:
         loss: scalar, mean next-token cross-entropy; None without labels.
         logits: `[B, S, V]`.
-        routing: per routed block, by its index, what it did; None under dense routing.
+        cache: of the call, for the tokens that follow; None without one.
+        routing: per routed block, by its index, what it did; None under dense routing and with a cache.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    cache: MoDCache | None = None
     routing: dict[int, BlockRouting] | None = None
 
 
-class MoDForCausalLM(PreTrainedModel, GenerationMixin):
+class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
     """A Mixture-of-Depths causal LM: the modules of the dense model, run by the converted graph.
 
     Parameters and submodules keep the dense model's names; routers, gates, predictors and bypasses are beside them. In
@@ -125,6 +127,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         self._dense: tuple[Any, ...] = (dense,)
         self._graphs: dict[Routing, fx.GraphModule] = {"topk": graph, "dense": graph.meta["dense_graph"]}
         self._annealed: tuple[fx.GraphModule, ...] = ()
+        self._decoders = {}
         self._register_constants(graph)
         self._graph_device = model_device(dense)
         for name in (
@@ -136,11 +139,9 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
-        # A copy: the dense model's own generate() keeps its cache.
         self.generation_config = copy.deepcopy(
             getattr(dense, "generation_config", None) or GenerationConfig()
         )
-        self.generation_config.use_cache = False
 
     @classmethod
     def from_dense(cls, dense: PreTrainedModel, config: MoDConfig, **kwargs: Any) -> MoDForCausalLM:
@@ -197,51 +198,73 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         routing: Routing | None = None,
+        position_ids: Tensor | None = None,
+        cache: MoDCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
         **kwargs: Any,
-    ) -> MoDOutput | tuple[Tensor, ...]:
+    ) -> MoDOutput | tuple[Any, ...]:
         """Run the model.
+
+        With a cache, `input_ids` are the tokens that follow those in it, and `attention_mask` has the earlier columns
+        too. Such a call computes no gradients.
 
         Args:
             input_ids: `[B, S]` int64 token ids.
-            attention_mask: `[B, S]`, non-zero for real tokens; padding must be on the right.
+            attention_mask: `[B, S]`, non-zero for real tokens; padding may be anywhere.
             labels: `[B, S]` int64 targets, shifted inside, -100 for none.
-            routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode.
+            routing: `topk`, `predictor` or `dense`; by default `topk` in training and `predictor` in evaluation mode,
+                and with a cache.
+            position_ids: `[B, S]` int64; by default each sequence's real tokens are counted from 0.
+            cache: from `new_cache` or an earlier output; changed in place. `past_key_values` is another name for it.
+            use_cache: make a cache if none is given.
+            logits_to_keep: 0 for every token's logits; else for how many of each sequence's last real tokens.
             kwargs: `return_dict`, and what the loss function takes (`num_items_in_batch`, ..).
 
         Raises:
-            ConfigError: unknown routing, left padding, or an argument that this model does not take.
+            ConfigError: unknown routing, or an argument that this model does not take.
+            CacheError: the model has no cache, or the cache does not fit the call.
         """
         return_dict = kwargs.pop("return_dict", None)
         loss_kwargs = {name: kwargs.pop(name) for name in _LOSS_ARGUMENTS if name in kwargs}
+        cache = kwargs.pop("past_key_values", None) if cache is None else cache
         if unknown := [name for name, value in kwargs.items() if not _is_off(value)]:
             raise ConfigError(
-                f"{', '.join(unknown)}: this model takes input_ids, attention_mask, labels and routing, and keeps no "
-                "key-value cache; leave the argument out"
+                f"{', '.join(unknown)}: this model takes input_ids, attention_mask, labels, routing, position_ids, "
+                "cache, use_cache and logits_to_keep; leave the argument out"
             )
-        routing = routing or ("topk" if self.training else "predictor")
-        if routing not in get_args(Routing):
+        if routing not in (None, *get_args(Routing)):
             raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
-        _refuse_left_padding(attention_mask)
+        if labels is not None and (logits_to_keep or cache is not None):
+            raise ConfigError(
+                "labels need the logits of the whole sequence; leave out cache and logits_to_keep"
+            )
         self._follow_device(input_ids.device)
-        graph = self._graph_for(routing)
-        # The graph's forward runs on this module: it looks up the same names here, whatever replaced the modules since.
-        output = type(graph).forward(self, input_ids, attention_mask)
-        logits, blocks = (
-            (output.logits, output.routing) if isinstance(output, RoutedOutput) else (output, None)
-        )
-        loss = None
+        loss = blocks = None
+        if cache is not None or (use_cache and labels is None):
+            logits, cache = self._run_with_cache(
+                cache, input_ids, attention_mask, position_ids, routing, logits_to_keep
+            )
+        else:
+            routing = routing or ("topk" if self.training else "predictor")
+            logits, blocks = self._run_without_cache(
+                input_ids, attention_mask, position_ids, routing, logits_to_keep
+            )
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], **loss_kwargs
             )
-        result = MoDOutput(loss=loss, logits=logits, routing=blocks)
+        result = MoDOutput(loss=loss, logits=logits, cache=cache, routing=blocks)
         return result.to_tuple() if return_dict is False else result
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Without a cache every step runs the whole sequence."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Called by `generate`; see `CachedGeneration`."""
+        self._give_cache(generation_config, model_kwargs)
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: `forward` counts real tokens itself, also where padding stands between a prompt and what follows it."""
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the dense model's token embedding."""
@@ -275,6 +298,7 @@ class MoDForCausalLM(PreTrainedModel, GenerationMixin):
         """Tracing bakes the device of constants into a graph; rewrite it when the model has moved."""
         if device == self._graph_device:
             return
+        self._decoders = {}
         for graph in [*self._graphs.values(), *self._annealed]:
             for node in graph.graph.nodes:
                 node.args, node.kwargs = torch.utils._pytree.tree_map(
@@ -448,16 +472,6 @@ def _raise_problems(path: str, problems: Mapping[str, list[str]]) -> None:
 def _is_off(value: object) -> bool:
     """Whether an argument asks for nothing: libraries pass `use_cache=False` and the like to every model."""
     return value is None or value is False or (isinstance(value, int) and value == 0)
-
-
-def _refuse_left_padding(attention_mask: Tensor | None) -> None:
-    if attention_mask is None or torch.compiler.is_compiling():
-        return
-    real = attention_mask != 0
-    if bool((real[:, 1:] & ~real[:, :-1]).any()):
-        raise ConfigError(
-            "attention_mask has padding before real tokens; pad on the right (tokenizer.padding_side='right')"
-        )
 
 
 def register() -> None:

@@ -68,8 +68,15 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 @contextmanager
-def opaque_modules(root: nn.Module, modules: Mapping[str, OpaqueModule]) -> Iterator[list[OpaqueCall]]:
+def opaque_modules(
+    root: nn.Module, modules: Mapping[str, OpaqueModule], cache: Any = None
+) -> Iterator[list[OpaqueCall]]:
     """While the context lasts, the modules of `root` named in `modules` do nothing but record their calls.
+
+    Args:
+        root: holds the modules.
+        modules: by name.
+        cache: the key-value cache that blocks may share; anything else that they could change is refused.
 
     Yields:
         The calls, which grow with the trace.
@@ -85,7 +92,7 @@ def opaque_modules(root: nn.Module, modules: Mapping[str, OpaqueModule]) -> Iter
             leaves: list[tuple[str, Any]] = []
             flat, spec = tree_flatten((args, kwargs))
             if module.is_block:
-                _refuse_shared_state(module.name, args, kwargs, owners)
+                _refuse_shared_state(module.name, args, kwargs, owners, cache)
             for leaf in flat:
                 if isinstance(leaf, Tensor):
                     leaves.append(("tensor", len(tensors)))
@@ -120,10 +127,10 @@ def opaque_modules(root: nn.Module, modules: Mapping[str, OpaqueModule]) -> Iter
                 module.forward = own
 
 
-def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, str]) -> None:
+def _refuse_shared_state(name: str, args: Any, kwargs: Any, owners: dict[int, str], cache: Any) -> None:
     """Refuse an argument through which blocks could hand each other values that the graph does not show."""
     for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, (Tensor, torch.SymInt, tuple, *_PLAIN)):
+        if isinstance(value, (Tensor, torch.SymInt, tuple, *_PLAIN)) or (value is cache):
             continue
         if (
             isinstance(value, (list, dict))

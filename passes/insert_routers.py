@@ -243,12 +243,13 @@ def _has_batch(value: Tensor, batch: sympy.Expr) -> bool:
 def _are_positions_or_ids(graph_module: fx.GraphModule, argument: fx.Node) -> bool:
     ids = torch.arange(20, dtype=torch.int64).view(2, 10) % 3
     padding = (torch.arange(10) < torch.tensor([[10], [7]])).long()
+    inputs = {"input_ids": ids, "position_ids": torch.arange(10).expand(2, -1)}
     try:
         if torch.equal(
-            evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": padding}).long(), padding
+            evaluate(graph_module, argument, inputs | {"attention_mask": padding}).long(), padding
         ):
             return True
-        seen = evaluate(graph_module, argument, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        seen = evaluate(graph_module, argument, inputs | {"attention_mask": torch.ones_like(ids)})
     except CannotEvaluate:
         return False
     if seen.dim() != 2:

@@ -15,6 +15,7 @@ from modify.passes.insert_bypasses import InsertBypasses
 from modify.passes.insert_predictors import InsertPredictors
 from modify.passes.insert_routers import InsertRouters
 from modify.passes.keep_last_logits import KeepLastLogits
+from modify.passes.lower_to_cached import LowerToCached
 from modify.passes.route_by_predictor import RouteByPredictor
 from modify.passes.strip_training_outputs import StripTrainingOutputs
 
@@ -34,6 +35,9 @@ PREFILL: Pipeline = (
     FreezeShapes,
     FlattenTokenIndexing,
 )
+# A training graph, or a dense one, captured with a cache, takes chunks of new tokens.
+CACHED: Pipeline = (RouteByPredictor, StripTrainingOutputs, LowerToCached)
+CACHED_LAST: Pipeline = (RouteByPredictor, StripTrainingOutputs, KeepLastLogits, LowerToCached)
 
 MUST_PRECEDE: tuple[tuple[type[GraphPass], type[GraphPass]], ...] = (
     (ClassifyMasks, InsertRouters),  # masks among selected tokens are rebuilt from what classification found
@@ -44,6 +48,7 @@ MUST_PRECEDE: tuple[tuple[type[GraphPass], type[GraphPass]], ...] = (
     (RouteByPredictor, StripTrainingOutputs),  # the predictors' logits are found among the training outputs
     (StripTrainingOutputs, KeepLastLogits),
     (KeepLastLogits, FreezeShapes),  # what belongs to the head is told by the sequence symbol
+    (KeepLastLogits, LowerToCached),  # where the last block ends is told by its merge
     (FreezeShapes, FlattenTokenIndexing),  # frozen masks vanish before their indexing would be lowered
 )
 
@@ -70,5 +75,5 @@ def check_order(pipeline: Pipeline) -> None:
             )
 
 
-for _pipeline in (DENSE, CONVERT, PREDICT, PREFILL):
+for _pipeline in (DENSE, CONVERT, PREDICT, PREFILL, CACHED, CACHED_LAST):
     check_order(_pipeline)

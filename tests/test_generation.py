@@ -35,6 +35,14 @@ def test_greedy_tokens_are_the_likeliest(model: PreTrainedModel) -> None:
     assert result.to_dict()["tokens_per_second"] > 0
 
 
+def test_overflow_is_reported(dense: PreTrainedModel) -> None:
+    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=0.02, layers=(1,)))
+    model.predictors.get_submodule("1").threshold.fill_(-100)  # every token wants to run
+    limit = 7  # ceil(1.25 * 5) of 256 tokens
+    assert generate_text(model, TOKENIZER, "hello", max_new_tokens=6).overflow == 5 + 5 - limit
+    assert generate_text(dense, TOKENIZER, "hello", max_new_tokens=6).overflow is None
+
+
 def test_converted_at_full_capacity_says_what_the_dense_model_says(dense: PreTrainedModel) -> None:
     whole = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=1.0))
     texts = [generate_text(m, TOKENIZER, "hello", max_new_tokens=6).text for m in (whole, dense)]

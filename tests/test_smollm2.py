@@ -41,3 +41,29 @@ def test_capacity_one_is_smollm2_bit_for_bit(gguf, tmp_path):
             assert torch.equal(model(**batch, routing=routing).logits[real], expected[real])
         unpadded = batch["input_ids"][:, :5]
         assert torch.equal(model(unpadded).logits, dense(unpadded, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attend", ["selected", "all"])
+def test_200_greedy_tokens_with_a_cache_are_those_without(gguf, attend):
+    """One pass over what was generated tells whether every token is the likeliest without a cache, too."""
+    config = modify.MoDConfig(capacity=0.5, layers=(4, 12, 20), attend=attend)
+    model = modify.MoDForCausalLM.from_dense(load_dense(gguf, dtype=torch.float32), config).eval()
+    tokenizer = load_tokenizer(gguf)
+    texts = ["The first steam engines", "It is a truth universally acknowledged, that a single man", "Python"]
+    for index in model.capacities:
+        routing = model(**tokenizer("\n".join(texts), return_tensors="pt")).routing
+        threshold = routing[index].predictor_logits.quantile(0.45)
+        getattr(model.predictors, str(index)).threshold.copy_(threshold + 1e-4)
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    start = batch["input_ids"].shape[1]
+    options = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = model.generate(**batch, **options, return_dict_in_generate=True)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, 200), value=1)
+    logits = model(output.sequences, attention_mask=mask).logits
+    assert torch.equal(logits[:, start - 1 : -1].argmax(-1), output.sequences[:, start:])
+    usage = output.cache.usage()
+    for index in model.capacities:
+        assert all(20 < ran < seen - 20 for ran, seen in zip(usage[index].ran, usage[0].tokens, strict=True))
+    assert (usage[12].tokens == usage[0].tokens) == (attend == "all")

@@ -18,6 +18,13 @@ def padding_or_ones(padding_mask: Tensor | None, input_ids: Tensor) -> Tensor:
     return torch.ones_like(input_ids) if padding_mask is None else padding_mask
 
 
+def positions_or_count(position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Return `position_ids`, or those of sequences that start here: `[B, S]` int64, counted from 0."""
+    if position_ids is not None:
+        return position_ids
+    return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+
+
 def causal_mask(
     padding_mask: Tensor | None, hidden: Tensor, window: int | None, dtype: torch.dtype, optional: bool
 ) -> Tensor | None:
@@ -40,7 +47,7 @@ def causal_mask(
     allowed = allowed.expand(hidden.shape[0], 1, length, length)
     if padding_mask is not None:
         allowed = allowed & (padding_mask != 0)[:, None, None, :]
-    return _as_dtype(allowed, dtype)
+    return as_dtype(allowed, dtype)
 
 
 def token_mask(
@@ -70,7 +77,7 @@ def token_mask(
         if padding_mask is None:
             # Not every runtime survives an empty row. (With padding, rows are as empty as those of the dense model.)
             allowed = allowed | (slot == slot.unsqueeze(-1))
-    return _as_dtype(allowed.unsqueeze(1), dtype)
+    return as_dtype(allowed.unsqueeze(1), dtype)
 
 
 def query_mask(
@@ -103,7 +110,7 @@ def query_mask(
         allowed = allowed & (position > tokens.unsqueeze(-1) - window)
     if padding_mask is not None:
         allowed = allowed & (padding_mask != 0).unsqueeze(1)
-    return _as_dtype(allowed.unsqueeze(1), dtype)
+    return as_dtype(allowed.unsqueeze(1), dtype)
 
 
 def gather_mask(mask: Tensor, selection: Selection) -> Tensor:
@@ -140,7 +147,7 @@ def _all_selected(selection: Selection, padding_mask: Tensor | None) -> bool:
     return padding_mask is not None and bool(selection.valid.all())
 
 
-def _as_dtype(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bool:
         return allowed
     zero = torch.zeros((), dtype=dtype, device=allowed.device)

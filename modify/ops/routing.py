@@ -113,7 +113,7 @@ def select_topk(
         tied = tied & (padding_mask != 0)
     room = count - above.sum(dim=-1, keepdim=True)
     selected = above | (tied & (tied.long().cumsum(dim=-1) <= room))
-    tokens, valid = _compact(selected, k)
+    tokens, valid = compact(selected, k)
     if padding_mask is None:
         return Selection(tokens, None)
     return Selection(tokens, valid, ~real.gather(1, tokens))
@@ -148,7 +148,7 @@ def select_predicted(
     if padding_mask is not None:
         selected = selected & (padding_mask != 0)
     selected = selected & (_rank_in_chunk(selected) <= chunk_limit(capacity, slack))
-    tokens, valid = _compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
+    tokens, valid = compact(selected, predictor_slots(capacity, slack, logits.shape[1]))
     padding = None if padding_mask is None else (padding_mask == 0).gather(1, tokens)
     return Selection(tokens, valid, padding)
 
@@ -274,7 +274,7 @@ def _rank_in_chunk(selected: Tensor) -> Tensor:
     return count - torch.where(before < 0, 0, count.index_select(1, before.clamp(min=0)))
 
 
-def _compact(selected: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def compact(selected: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """Positions of the first `slots` selected tokens in order, filled up with unselected ones, and which are real."""
     length = selected.shape[1]
     position = torch.arange(length, device=selected.device)

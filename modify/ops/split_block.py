@@ -40,11 +40,19 @@ class SharedValue:
         shape: for all tokens, in `BATCH` and `LENGTH`.
         dtype: None for that of the hidden states.
         gathered_dim: the dimension along which the rest takes the selected tokens' rows; None where it takes all.
+        repeats: of the heads in dimension 1 so many in a row are equal: those that share one head of keys or values.
     """
 
     shape: tuple[sympy.Expr, ...]
     dtype: torch.dtype | None
     gathered_dim: int | None
+    repeats: int = 1
+
+    @property
+    def token_dim(self) -> int | None:
+        """The dimension that is the sequence; None where no one dimension is."""
+        dims = [dim for dim, size in enumerate(self.shape) if size.has(LENGTH)]
+        return dims[0] if len(dims) == 1 and self.shape[dims[0]] == LENGTH else None
 
 
 @dataclasses.dataclass(frozen=True)
