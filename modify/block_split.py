@@ -23,7 +23,7 @@ from modify.ops.split_block import (
     compile_part,
     split_block,
 )
-from modify.passes.base import block_calls, expression
+from modify.passes.base import ancestors, block_calls, expression
 from modify.passes.runner import copy_graph
 
 _aten = torch.ops.aten
@@ -184,7 +184,7 @@ class _Split:
 
     def __init__(self, trace: BlockTrace, operands: tuple[_Operand, _Operand]) -> None:
         self.trace, self.operands = trace, operands
-        everywhere = {node for operand in operands for node in _ancestors(operand.node)}
+        everywhere = {node for operand in operands for node in ancestors(operand.node)}
         for node in trace.graph.nodes:
             if node.target is operator.getitem and node.args[0] in everywhere:
                 everywhere.add(node)
@@ -231,7 +231,7 @@ class _Split:
 
     def _keys_values(self) -> Part:
         outputs = [*(operand.node for operand in self.operands), *self.gathered]
-        wanted = {node for output in outputs for node in _ancestors(output)}
+        wanted = {node for output in outputs for node in ancestors(output)}
         for node in wanted & self.trace.inputs.keys():
             shape = [expression(size) for size in node.meta["val"].shape]
             if shape.count(self.trace.length) > 1:
@@ -295,16 +295,6 @@ def _repeats(node: fx.Node) -> int:
         return 1
     merged_heads = expression(merged.meta["val"].shape[1])
     return int(sizes[2]) if merged_heads == sizes[1] * sizes[2] else 1
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, stack = {node}, [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return found
 
 
 def _computed_from(hidden: fx.Node) -> set[fx.Node]:

@@ -87,6 +87,17 @@ def sequence_input(block: fx.Node) -> fx.Node:
     return hidden.all_input_nodes[0] if hidden.target in (gather_tokens, gather_rows) else hidden
 
 
+def ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Return the nodes and everything that they are computed from."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return found
+
+
 def nodes_in(arguments: Any) -> list[fx.Node | None]:
     """Return the nodes in a call's arguments, in order, and None for each constant.
 

@@ -29,6 +29,7 @@ from modify.ops.split_block import SplitBlock, compile_part
 from modify.passes.base import (
     GraphPass,
     GraphPassResult,
+    ancestors,
     block_calls,
     calls_of,
     dimension_symbols,
@@ -164,7 +165,7 @@ class _RoutedBlock:
         )
         self.graph = graph_module.graph
         self.merge = next(
-            node for node in calls_of(self.graph, merge_tokens) if block in _ancestors(node.args[3])
+            node for node in calls_of(self.graph, merge_tokens) if block in ancestors(node.args[3])
         )
         self.selection: fx.Node = self.merge.args[1]  # type: ignore[assignment]
         self.is_split = "part" in block.kwargs
@@ -249,7 +250,7 @@ class _RoutedBlock:
 
     def _inside(self) -> set[fx.Node]:
         """What is computed from the selected tokens, and what nothing else needs."""
-        needed = _ancestors(*self.merge.args[2:5])
+        needed = ancestors(*self.merge.args[2:5])
         inside: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node in needed and (
@@ -336,13 +337,3 @@ def _tensor_arguments(block: fx.Node) -> list[fx.Node]:
 def _before_in_order(node: fx.Node) -> list[fx.Node]:
     nodes = list(node.graph.nodes)
     return nodes[: nodes.index(node)]
-
-
-def _ancestors(*nodes: Any) -> set[fx.Node]:
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return found
