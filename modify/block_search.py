@@ -161,6 +161,8 @@ class BlockSearch:
             best: _Trial | None = None
             tried: list[tuple[float, int, float]] = []
             for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
+                if len(tried) == _TRIED_PER_STEP or (tried and min(tried)[0] <= pending[index, capacity]):
+                    break  # rates hardly fall, so none that follows is likely to be less
                 if capacity not in self._lower_capacities(index):
                     del pending[index, capacity]  # it is lower already, or all other blocks have been dropped since
                     continue
@@ -169,8 +171,6 @@ class BlockSearch:
                 tried.append((rate, index, capacity))
                 if tried[-1] == min(tried):
                     best = trial
-                if len(tried) == _TRIED_PER_STEP:
-                    break
             if best is None:
                 return
             _, index, capacity = min(tried)
