@@ -1,7 +1,6 @@
 """Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime.
 
-The runtime's own modules (`engine`, `bundle`, and `benchmark` for ONNX bundles) use numpy and onnxruntime only. For
-now, importing the package `modify` still loads torch and transformers.
+The runtime's own modules (`engine`, `bundle`, and `benchmark` for ONNX bundles) use numpy and onnxruntime only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Dense and Mixture-of-Depths models side by side, in one process, in turns.
 
-For ONNX bundles this module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still
-loads torch.
+For ONNX bundles this module uses numpy and onnxruntime only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The runtime of a bundle: ONNX Runtime on numpy arrays.
-
-This module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still loads torch.
-"""
+"""The runtime of a bundle: ONNX Runtime on numpy arrays, without torch."""
 
 from __future__ import annotations
 
