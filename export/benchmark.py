@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from modify.errors import ExportError
-from modify.export.engine import Engine, load_engine
+from modify.export.engine import Engine, load_prefill
 
 if TYPE_CHECKING:
     from torch import fx
@@ -135,7 +135,7 @@ def bench(
         ExportError: a bundle cannot be loaded; the first is not dense or the second has no routed block; or the two
             differ in batch, length, padding, logits or vocabulary.
     """
-    engines = [load_engine(bundle, providers, threads=threads) for bundle in (dense, mod)]
+    engines = [load_prefill(bundle, providers, threads=threads) for bundle in (dense, mod)]
     first, second = (engine.manifest for engine in engines)
     if first.routed_blocks:
         raise ExportError(

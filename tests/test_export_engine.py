@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from modify.errors import ExportError
-from modify.export import engine, load_engine, read_manifest
+from modify.export import load_engine, read_manifest, sessions
 from modify.export.bundle import Manifest, Parity, RoutedBlock, TensorSpec, write_manifest
 
 BATCH, LENGTH, VOCABULARY = 2, 6, 5
@@ -219,10 +219,10 @@ def test_a_provider_that_does_not_start_is_no_silent_fallback(
 
 
 def test_two_onnxruntime_packages_are_warned_of(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_is_installed", lambda name: True)
+    monkeypatch.setattr(sessions, "_is_installed", lambda name: True)
     with pytest.warns(UserWarning, match="both onnxruntime and onnxruntime-gpu are installed"):
         load_engine(bundle)
-    monkeypatch.setattr(engine, "_is_installed", lambda name: name == "onnxruntime")
+    monkeypatch.setattr(sessions, "_is_installed", lambda name: name == "onnxruntime")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_engine(bundle)

@@ -1,0 +1,70 @@
+"""The choice of the next token from logits, on numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modify.config import MOST_SEED, check_integer
+from modify.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen, as transformers does: temperature, then top-k, then top-p.
+
+    Args:
+        temperature: 0 takes the likeliest token; above 0, sample from the softmax of logits / temperature.
+        top_k: only from that many of the likeliest tokens; None for all.
+        top_p: only from the smallest set of the likeliest tokens that has this probability.
+        seed: of the random numbers; sequence `i` of a batch draws from the `i`-th stream of this seed, whatever the
+            others do.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature} and {self.top_p}"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
+        check_integer("seed", self.seed, 0, MOST_SEED)
+
+    def generators(self, count: int) -> list[np.random.Generator]:
+        """Return a stream of random numbers for each of `count` sequences."""
+        return [np.random.default_rng(child) for child in np.random.SeedSequence(self.seed).spawn(count)]
+
+    def choose(self, logits: NDArray[np.floating], generator: np.random.Generator) -> int:
+        """Return the next token of one sequence with these logits, `[V]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        tokens, probabilities = self.candidates(logits)
+        drawn = generator.random() * probabilities.sum()
+        place = np.searchsorted(probabilities.cumsum(), drawn, side="right")
+        return int(tokens[min(int(place), len(tokens) - 1)])
+
+    def candidates(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the tokens that may be drawn, likeliest first, and their probabilities."""
+        scores = logits.astype(np.float64) / self.temperature
+        order = np.argsort(-scores, kind="stable")
+        scores = scores[order]
+        if self.top_k is not None and self.top_k < len(scores):
+            kept = int((scores >= scores[self.top_k - 1]).sum())  # with all that tie with the last
+            order, scores = order[:kept], scores[:kept]
+        probabilities = np.exp(scores - scores[0])
+        probabilities /= probabilities.sum()
+        if self.top_p < 1:
+            before = probabilities.cumsum() - probabilities  # of all likelier tokens
+            kept = int((before < self.top_p).sum())
+            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
+        return order, probabilities
