@@ -207,7 +207,7 @@ def _silence_libraries() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when transformers is loaded, which may never be
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if "transformers" in sys.modules:
+    if sys.modules.get("transformers"):
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()

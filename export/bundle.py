@@ -218,7 +218,9 @@ class GenerationManifest(_Common):
 
     A graph of chunk `S` takes `input_ids` `[B, S]` int64, `count` `[B]` int64 (how many of a sequence's `S` tokens are
     real: they come first, the rest is ignored) and the states; it returns `logits` `[B, 1, V]` float32 of each
-    sequence's last real token (meaningless where `count` is 0), and the states after these tokens.
+    sequence's last real token (meaningless where `count` is 0), and the states after these tokens. A run may not cross
+    a multiple of 256 positions, the predictors' chunk. A cache has a slot more than there can be tokens, for those that
+    are not real; a shorter one must have room for `S` more tokens and that slot.
 
     Attributes, beside those of all kinds:
         vocabulary: number of tokens that the logits tell apart, `V`.
@@ -322,6 +324,23 @@ def read_prefill_manifest(bundle: str | os.PathLike[str], *, verify: bool = True
     if not isinstance(manifest, Manifest):
         raise ExportError(f"{bundle} is a {manifest.kind} bundle; what is asked for needs a {PREFILL} bundle")
     return manifest
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no file.
+
+    Raises:
+        ExportError: it cannot be read, or is no object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ExportError(f"{path} cannot be read: it is no JSON object")
+    return values
 
 
 def write_manifest(folder: Path, manifest: M) -> M:

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modify.errors import ExportError, first_line
-from modify.export.bundle import AnyManifest, Manifest, TensorSpec, read_manifest, read_prefill_manifest
+from modify.export.bundle import (
+    AnyManifest,
+    GenerationManifest,
+    Manifest,
+    TensorSpec,
+    read_manifest,
+    read_prefill_manifest,
+)
 from modify.export.generation_engine import GenerationEngine
 from modify.export.sessions import create_session, import_onnxruntime, provider_names
 
@@ -98,14 +105,7 @@ def load_engine(
     manifest = read_manifest(bundle, verify=verify)
     if isinstance(manifest, Manifest):
         return _load_prefill(manifest, Path(bundle), providers, threads)
-    _check_target(manifest, Path(bundle))
-    sessions = {
-        graph.file: create_session(
-            Path(bundle) / graph.file, provider_names(providers), threads=threads, prepack=prepack
-        )
-        for graph in manifest.graphs
-    }
-    return GenerationEngine(manifest, Path(bundle), sessions, import_onnxruntime())
+    return _load_generation(manifest, Path(bundle), providers, threads, prepack)
 
 
 def load_prefill(
@@ -129,6 +129,22 @@ def _load_prefill(
     session = create_session(folder / manifest.model, provider_names(providers), threads=threads)
     _check_signature(manifest, session)
     return Engine(manifest, session)
+
+
+def _load_generation(
+    manifest: GenerationManifest,
+    folder: Path,
+    providers: Sequence[str] | str | None,
+    threads: int | None,
+    prepack: bool,
+) -> GenerationEngine:
+    _check_target(manifest, folder)
+    names = provider_names(providers)
+    sessions = {
+        file: create_session(folder / file, names, threads=threads, prepack=prepack)
+        for file in manifest.models
+    }
+    return GenerationEngine(manifest, folder, sessions, import_onnxruntime())
 
 
 def _check_target(manifest: AnyManifest, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modify.errors import ConfigError, ExportError
-from modify.export.bundle import GenerationManifest, GraphSpec
-from modify.export.decoding_state import DecodingState
+from modify.export.bundle import GenerationManifest, GraphSpec, read_json
+from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.sampling import Sampling
 from modify.generated import StepMeter, StepStatistics
 
@@ -91,7 +90,7 @@ class GenerationEngine:
         for file, session in self._sessions.items():
             _check_signature(manifest, file, session)
         self.providers: tuple[str, ...] = tuple(next(iter(self._sessions.values())).get_providers())
-        config = _read_json(folder / "generation_config.json")
+        config = read_json(folder / "generation_config.json")
         self.stop_tokens = frozenset(_as_ids(config.get("eos_token_id")))
         ignored = [
             name for name, neutral in _NOT_APPLIED.items() if config.get(name, neutral) not in (neutral, None)
@@ -189,7 +188,8 @@ class GenerationEngine:
         last = np.zeros((manifest.batch, manifest.vocabulary), np.float32)
         while (left := lengths - state.seen).any():
             graph = self._graph_for(int(left.max()))
-            count = np.minimum(left, graph.chunk)
+            to_boundary = CHUNK - state.seen % CHUNK  # a run stays within a chunk of the predictors' limit
+            count = np.minimum(left, np.minimum(graph.chunk, to_boundary))
             ids = np.zeros((manifest.batch, graph.chunk), np.int64)
             for row, prompt in enumerate(prompts):
                 done = state.seen[row]
@@ -246,7 +246,6 @@ class _Meter:
     def __init__(self, manifest: GenerationManifest, state: DecodingState) -> None:
         self.state = state
         order = {routed.block: column for column, routed in enumerate(manifest.routed_blocks)}
-        limits = {routed.block: routed.tokens for routed in manifest.routed_blocks}
         # Of every cache: bytes per token, and the column of `ran` that says how many it holds; None for all tokens.
         self.caches: list[tuple[int, int | None]] = []
         blocks = set()
@@ -257,7 +256,7 @@ class _Meter:
             block, slots = int(index), spec.shape[spec.grows]
             blocks.add(block)
             size = int(np.prod(spec.shape)) // (slots * manifest.batch) * np.dtype(spec.dtype).itemsize
-            keeps_all = block not in order or slots > limits[block]
+            keeps_all = block not in order or slots > manifest.length
             self.caches.append((size, None if keeps_all else order[block]))
         self.meter = StepMeter(len(blocks), len(order))
 
@@ -310,18 +309,6 @@ def _check_signature(manifest: GenerationManifest, file: str, session: Any) -> N
                     f"{file} {what} {name} of shape {list(shape)}, but the manifest says {list(wanted)}; "
                     "export it again"
                 )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ExportError(f"{path} cannot be read: it is no JSON object")
-    return values
 
 
 def _as_ids(value: Any) -> list[int]:

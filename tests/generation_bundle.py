@@ -11,7 +11,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, parser
 
-from modify.export.bundle import GenerationManifest, GraphSpec, RoutedBlock, StateSpec, write_manifest
+from modify.export.bundle import (
+    GenerationManifest,
+    GraphSpec,
+    RoutedBlock,
+    StateSpec,
+    copy_companions,
+    write_manifest,
+)
 
 VOCABULARY, TURNED_AWAY, EOS = 11, 10, 7
 RAN_SHARE = 0.5  # of the slots of block 1
@@ -123,10 +130,22 @@ def write_bundle(
     chunks: Sequence[int] = (256,),
     fixed: bool = False,
     config: dict[str, Any] | None = None,
-    **changes: Any,
+    companions: Path | None = None,
 ) -> Path:
-    """Write the bundle, with a prefill graph for each of `chunks`; `fixed`: the caches are of a fixed size."""
+    """Write the bundle.
+
+    Args:
+        folder: to make.
+        batch: of the graphs.
+        length: of a sequence.
+        chunks: of the prefill graphs.
+        fixed: the caches are of a fixed size.
+        config: more of the generation config.
+        companions: folder with a tokenizer to copy.
+    """
     folder.mkdir()
+    if companions is not None:
+        copy_companions(companions, folder)
     slots = {0: length, 1: int(length * RAN_SHARE)}
     graphs = []
     for chunk in (*chunks, 1):
@@ -168,21 +187,21 @@ def write_bundle(
         for i, size in slots.items()
         for kind in ("keys", "values")
     ]
-    fields = {
-        "kind": "generation",
-        "target": "onnx",
-        "batch": batch,
-        "length": length,
-        "vocabulary": VOCABULARY,
-        "routing": "predictor",
-        "graphs": tuple(graphs),
-        "states": tuple(states),
-        "routed_blocks": (RoutedBlock(block=1, capacity=RAN_SHARE, tokens=slots[1]),),
-        "parity": (),
-        "opset": 20,
-        "tensorrt_obstacles": (),
-        "versions": {"modify": "0"},
-        "files": {},
-    }
-    write_manifest(folder, GenerationManifest(**fields | changes))
+    manifest = GenerationManifest(
+        kind="generation",
+        target="onnx",
+        batch=batch,
+        length=length,
+        vocabulary=VOCABULARY,
+        routing="predictor",
+        graphs=tuple(graphs),
+        states=tuple(states),
+        routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=slots[1]),),
+        parity=(),
+        opset=20,
+        tensorrt_obstacles=(),
+        versions={"modify": "0"},
+        files={},
+    )
+    write_manifest(folder, manifest)
     return folder
