@@ -20,7 +20,7 @@ from modify.export.bundle import (
     read_prefill_manifest,
 )
 from modify.export.generation_engine import GenerationEngine
-from modify.export.sessions import create_session, import_onnxruntime, provider_names
+from modify.export.sessions import check_signature, create_session, import_onnxruntime, provider_names
 
 
 class Engine:
@@ -127,7 +127,10 @@ def _load_prefill(
 ) -> Engine:
     _check_target(manifest, folder)
     session = create_session(folder / manifest.model, provider_names(providers), threads=threads)
-    _check_signature(manifest, session)
+    takes, returns = (
+        {spec.name: (spec.shape, None) for spec in specs} for specs in (manifest.inputs, manifest.outputs)
+    )
+    check_signature(manifest.model, session, takes, returns)
     return Engine(manifest, session)
 
 
@@ -153,20 +156,6 @@ def _check_target(manifest: AnyManifest, folder: Path) -> None:
             f"{folder} holds an engine for {manifest.target}, which runs in that library on an NVIDIA GPU; "
             "load_engine runs ONNX bundles"
         )
-
-
-def _check_signature(manifest: Manifest, session: Any) -> None:
-    """The model must take and return what the manifest says."""
-    for what, specs, values in (
-        ("takes", manifest.inputs, session.get_inputs()),
-        ("returns", manifest.outputs, session.get_outputs()),
-    ):
-        found = {value.name: tuple(value.shape) for value in values}
-        expected = {spec.name: spec.shape for spec in specs}
-        if found != expected:
-            raise ExportError(
-                f"{manifest.model} {what} {found}, but the manifest says {expected}; export it again"
-            )
 
 
 def _as_input(array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from modify.errors import ConfigError, ExportError
 from modify.export.bundle import GenerationManifest, GraphSpec, read_json
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.sampling import Sampling
+from modify.export.sessions import Signature, check_signature
 from modify.generated import StepMeter, StepStatistics
 
 # A run reads all weights: on a CPU that costs about as much as computing so many tokens (SmolLM2's shapes, float32).
@@ -87,8 +88,13 @@ class GenerationEngine:
         self._sessions, self._runtime = dict(sessions), runtime
         if [graph.chunk for graph in manifest.graphs if graph.role == "decode"] != [1]:
             raise ExportError(f"{folder} has no decode graph for one token at a time; export it again")
-        for file, session in self._sessions.items():
-            _check_signature(manifest, file, session)
+        for graph in manifest.graphs:
+            shapes = {"input_ids": (manifest.batch, graph.chunk), "count": (manifest.batch,)}
+            takes: dict[str, Signature] = {name: (shape, None) for name, shape in shapes.items()}
+            returns: dict[str, Signature] = {"logits": ((manifest.batch, 1, manifest.vocabulary), None)}
+            for state in manifest.states:
+                takes[state.input] = returns[state.output] = (state.shape, state.grows)
+            check_signature(graph.file, self._sessions[graph.file], takes, returns)
         self.providers: tuple[str, ...] = tuple(next(iter(self._sessions.values())).get_providers())
         config = read_json(folder / "generation_config.json")
         self.stop_tokens = frozenset(_as_ids(config.get("eos_token_id")))
@@ -275,40 +281,6 @@ class _Meter:
             cache_bytes=held,
             allocated_bytes=self.state.allocated_bytes,
         )
-
-
-def _check_signature(manifest: GenerationManifest, file: str, session: Any) -> None:
-    """A graph must take and return what the manifest says; a dimension that grows may be symbolic."""
-    graph = next(graph for graph in manifest.graphs if graph.file == file)
-    batch = manifest.batch
-    states = {state.input: state for state in manifest.states}
-    outputs = {state.output: state for state in manifest.states}
-    expected: tuple[dict[str, tuple[int, ...]], ...] = (
-        {"input_ids": (batch, graph.chunk), "count": (batch,)},
-        {"logits": (batch, 1, manifest.vocabulary)},
-    )
-    for what, plain, specs, values in (
-        ("takes", expected[0], states, session.get_inputs()),
-        ("returns", expected[1], outputs, session.get_outputs()),
-    ):
-        found = {value.name: value.shape for value in values}
-        if found.keys() != plain.keys() | specs.keys():
-            names = ", ".join(sorted(found.keys() ^ (plain.keys() | specs.keys())))
-            raise ExportError(
-                f"{file} and the manifest differ in what the graph {what}: {names}; export it again"
-            )
-        for name, shape in found.items():
-            wanted = plain[name] if name in plain else specs[name].shape
-            grows = specs[name].grows if name in specs else None
-            fits = len(shape) == len(wanted) and all(
-                size == want or (axis == grows and not isinstance(size, int))
-                for axis, (size, want) in enumerate(zip(shape, wanted, strict=True))
-            )
-            if not fits:
-                raise ExportError(
-                    f"{file} {what} {name} of shape {list(shape)}, but the manifest says {list(wanted)}; "
-                    "export it again"
-                )
 
 
 def _as_ids(value: Any) -> list[int]:

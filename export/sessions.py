@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modify.errors import ExportError, first_line
@@ -21,6 +21,9 @@ _SHORT_NAMES = {
 }
 _GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _GPU_INSTALL = "pip uninstall onnxruntime; pip install 'modify[gpu]'"
+
+# The shape of an input or output, and the dimension that may be symbolic, if one may.
+Signature = tuple[tuple[int, ...], int | None]
 
 
 def create_session(
@@ -92,6 +95,37 @@ def import_onnxruntime() -> Any:
             f"ONNX Runtime does not load ({first_line(error)}); install it with: pip install 'modify[onnx]'"
         ) from error
     return onnxruntime
+
+
+def check_signature(
+    model: str, session: Any, takes: Mapping[str, Signature], returns: Mapping[str, Signature]
+) -> None:
+    """Refuse a model that does not take and return, by name, what the manifest says.
+
+    Raises:
+        ExportError: a name or a shape differs.
+    """
+    for what, expected, values in (
+        ("takes", takes, session.get_inputs()),
+        ("returns", returns, session.get_outputs()),
+    ):
+        found = {value.name: tuple(value.shape) for value in values}
+        if found.keys() != expected.keys():
+            names = ", ".join(sorted(found.keys() ^ expected.keys()))
+            raise ExportError(
+                f"{model} and the manifest differ in what the model {what}: {names}; export it again"
+            )
+        for name, shape in found.items():
+            wanted, grows = expected[name]
+            fits = len(shape) == len(wanted) and all(
+                size == want or (axis == grows and not isinstance(size, int))
+                for axis, (size, want) in enumerate(zip(shape, wanted, strict=True))
+            )
+            if not fits:
+                raise ExportError(
+                    f"{model} {what} {name} of shape {list(shape)}, but the manifest says {list(wanted)}; "
+                    "export it again"
+                )
 
 
 def _is_installed(distribution: str) -> bool:

@@ -233,7 +233,7 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
             )
         )
     states = read_manifest(bundle).to_dict()["states"]
-    with pytest.raises(ExportError, match="differ in what the graph takes: values_1"):
+    with pytest.raises(ExportError, match="differ in what the model takes: values_1"):
         load_engine(broken("fewer states", states=states[:-1]))
     with pytest.raises(ExportError, match="holds an engine for tensorrt"):
         load_engine(broken("target", target="tensorrt"))
