@@ -116,7 +116,8 @@ class _Recorder(TextStreamer):
 
     def look(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: remember the cache."""
-        self._cache = kwargs.get("cache") or kwargs.get("past_key_values")
+        given = kwargs.get("cache")
+        self._cache = kwargs.get("past_key_values") if given is None else given
         if self._meter is None and isinstance(self._cache, MoDCache):
             kinds = self._cache.kinds.values()
             self._meter = StepMeter(len(kinds), sum(kind.limit is not None for kind in kinds))

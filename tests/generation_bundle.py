@@ -24,7 +24,8 @@ VOCABULARY, TURNED_AWAY, EOS = 11, 10, 7
 RAN_SHARE = 0.5  # of the slots of block 1
 
 # Block 0 caches every token. Block 1 runs even tokens, caches those, and turns TURNED_AWAY away. Fill-up tokens leave
-# nothing behind. `table` lies in weights.data and maps each token to itself.
+# nothing behind; where there is nothing else, logits are not-a-number. `table` lies in weights.data, and maps each token
+# to itself.
 TEXT = """
 <ir_version: 10, opset_import: ["": 20]>
 agraph (
@@ -37,7 +38,7 @@ agraph (
 )
 <int64[1] one = {{1}}, int64[1] two = {{2}}, int64 zero0 = {{0}}, int64 one0 = {{1}}, int64 two0 = {{2}},
  int64[2] flat = {{{B}, -1}}, int64[2] around = {{1, 3}}, int64[1] away = {{{AWAY}}}, float[1] three = {{3}},
- float[1] size = {{{V}}}>
+ float[1] size = {{{V}}}, float[1] zero_f = {{0}}>
 {{
   chunk0 = Shape(input_ids)
   chunk = Gather(chunk0, one0)
@@ -85,7 +86,10 @@ agraph (
   next = Mod<fmod: int = 1>(total, size)
   off = Sub(table, next)
   square = Mul(off, off)
-  scores = Neg(square)
+  neg = Neg(square)
+  is_there = Greater(count1, zero0)
+  none = Div(zero_f, zero_f)
+  scores = Where(is_there, neg, none)
   logits = Unsqueeze(scores, one)
 }}
 """

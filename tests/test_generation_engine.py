@@ -21,7 +21,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
 from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest
-from modify.export.decoding_state import CHUNK
+from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.generation_engine import GenerationEngine
 from modify.export.sampling import Sampling
 from modify.ops.routing import PREDICTOR_CHUNK
@@ -105,6 +105,38 @@ def test_statistics(engine: GenerationEngine) -> None:
 def test_short_rests_of_prompts_are_decoded_token_by_token(engine: GenerationEngine) -> None:
     chosen = [engine._graph_for(tokens).chunk for tokens in (1, 10, 100, 257, 1000)]
     assert chosen == [1, 1, 256, 256, 256]
+
+
+def test_runs_stay_within_the_predictor_s_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_engine(write_bundle(tmp_path / "bundle", chunks=(96, 5)))
+    assert isinstance(loaded, GenerationEngine)
+    runs: list[tuple[list[int], list[int]]] = []
+    run = DecodingState.run
+
+    def spy(state: DecodingState, graph: Any, ids: Any, count: Any) -> Any:
+        runs.append((state.seen.tolist(), count.tolist()))
+        return run(state, graph, ids, count)
+
+    monkeypatch.setattr(DecodingState, "run", spy)
+    tokens = loaded.generate(PROMPTS, max_new_tokens=3, stop_tokens=()).tokens
+    assert tokens == tuple(tuple(continuation(prompt, 3)) for prompt in PROMPTS)
+    for seen, count in runs:
+        assert all(n == 0 or s // CHUNK == (s + n - 1) // CHUNK for s, n in zip(seen, count, strict=True))
+    assert max(max(count) for _, count in runs) == 96
+
+
+def test_caches_are_written_in_place_and_counters_are_not(engine: GenerationEngine) -> None:
+    state = DecodingState(engine.manifest, engine._sessions, engine._runtime)
+    decode = engine.manifest.graphs[-1]
+    for total in (1, 2, 3):
+        pointers = [{name: value.data_ptr() for name, value in side.items()} for side in state._buffers]
+        same = {name for name in pointers[0] if pointers[0][name] == pointers[1][name]}
+        assert same == {"keys_0", "values_0", "keys_1", "values_1"}
+        state.run(decode, np.array([[3], [4], [5]]), np.array([1, 1, 0]))
+        assert state.read("seen").tolist() == state.seen.tolist() == [total, total, 0]
+        assert state.read("ran").tolist() == [[0], [total], [0]]
+        assert state.read("keys_0")[:2, 0, :total, 0].tolist() == [[3] * total, [4] * total]
+        assert state.read("no such state") is None
 
 
 def test_slots_come_in_the_predictor_s_chunks() -> None:
