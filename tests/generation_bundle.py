@@ -24,8 +24,8 @@ VOCABULARY, TURNED_AWAY, EOS = 11, 10, 7
 RAN_SHARE = 0.5  # of the slots of block 1
 
 # Block 0 caches every token. Block 1 runs even tokens, caches those, and turns TURNED_AWAY away. Fill-up tokens leave
-# nothing behind; where there is nothing else, logits are not-a-number. `table` lies in weights.data, and maps each token
-# to itself.
+# nothing behind; where there is nothing else, logits are not-a-number. `table` lies in weights.data, and maps each
+# token to itself.
 TEXT = """
 <ir_version: 10, opset_import: ["": 20]>
 agraph (
