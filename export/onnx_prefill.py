@@ -24,10 +24,10 @@ from modify.config import MoDConfig
 from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.bundle import Manifest, RoutedBlock, TensorSpec, copy_companions, write_manifest
+from modify.export.engine import create_session, import_onnxruntime
 from modify.export.operators import check_operators, tensorrt_obstacles
 from modify.export.parity import Batch, Decision, check_parity
 from modify.export.prefill import Logits, Routing, Selector, lower_prefill, selectors
-from modify.export.sessions import create_session, import_onnxruntime
 from modify.flops import count_flops, static_experts
 from modify.ops.modules import RandomRouter
 from modify.passes.runner import copy_graph
