@@ -54,17 +54,20 @@ class Sampling:
         return int(tokens[min(int(place), len(tokens) - 1)])
 
     def candidates(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens that may be drawn, likeliest first, and their probabilities."""
+        """Return the tokens that may be drawn, in no particular order, and their probabilities."""
         scores = logits.astype(np.float64) / self.temperature
-        order = np.argsort(-scores, kind="stable")
-        scores = scores[order]
+        tokens = np.arange(len(scores))
         if self.top_k is not None and self.top_k < len(scores):
-            kept = int((scores >= scores[self.top_k - 1]).sum())  # with all that tie with the last
-            order, scores = order[:kept], scores[:kept]
-        probabilities = np.exp(scores - scores[0])
+            least = np.partition(scores, -self.top_k)[-self.top_k]
+            tokens = np.flatnonzero(scores >= least)  # with all that tie with the last
+            scores = scores[tokens]
+        probabilities = np.exp(scores - scores.max())
         probabilities /= probabilities.sum()
         if self.top_p < 1:
-            before = probabilities.cumsum() - probabilities  # of all likelier tokens
-            kept = int((before < self.top_p).sum())
-            order, probabilities = order[:kept], probabilities[:kept] / probabilities[:kept].sum()
-        return order, probabilities
+            # Those below have less than 1 - top_p together: they are not in the set, and need not be sorted.
+            likely = np.flatnonzero(probabilities >= (1 - self.top_p) / len(probabilities))
+            likely = likely[np.argsort(-probabilities[likely], kind="stable")]
+            before = probabilities[likely].cumsum() - probabilities[likely]  # of all likelier tokens
+            likely = likely[before < self.top_p]
+            tokens, probabilities = tokens[likely], probabilities[likely] / probabilities[likely].sum()
+        return tokens, probabilities
