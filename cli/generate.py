@@ -16,7 +16,7 @@ from modify.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from modify.generated import Generation
+    from modify.generation_report import Generation
 
 _ROWS = 10  # of the table, for the steps after the prompt
 
@@ -138,7 +138,7 @@ def _show(piece: str) -> None:
 
 def steps_table(generation: Generation) -> Table:
     """Return what the steps did, some of them together."""
-    from modify.generated import join_steps
+    from modify.generation_report import join_steps
 
     steps = generation.steps
     made = table(

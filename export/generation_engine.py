@@ -17,7 +17,7 @@ from modify.export.bundle import GenerationManifest, GraphSpec, read_json
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.sampling import Sampling
 from modify.export.sessions import Signature, check_signature
-from modify.generated import StepMeter, StepStatistics
+from modify.generation_report import StepMeter, StepStatistics
 
 # A run reads all weights: on a CPU that costs about as much as computing so many tokens (SmolLM2's shapes, float32).
 _RUN_COST = 8

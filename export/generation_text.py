@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from modify.export.bundle_text import BundleTokenizer
 from modify.export.generation_engine import GenerationEngine
-from modify.generated import Generation
+from modify.generation_report import Generation
 
 
 def generate_text(

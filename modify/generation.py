@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 
 from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
-from modify.generated import Generation, StepMeter, StepStatistics
+from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
 
 

@@ -14,7 +14,7 @@ import modify
 from modify.cli import main
 from modify.cli.generate import steps_table
 from modify.conversion import convert_checkpoint
-from modify.generated import Generation, StepStatistics
+from modify.generation_report import Generation, StepStatistics
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 import modify
 from modify.errors import ConfigError
-from modify.generated import join_steps
 from modify.generation import generate_text
+from modify.generation_report import join_steps
 
 TOKENIZER = byte_tokenizer()
 
