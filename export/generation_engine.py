@@ -17,6 +17,7 @@ from modify.export.bundle import GenerationManifest, GraphSpec, read_json
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.sampling import Sampling
 from modify.export.sessions import Signature, check_signature
+from modify.generation_checks import check_room
 from modify.generation_report import StepMeter, StepStatistics
 
 # A run reads all weights: on a CPU that costs about as much as computing so many tokens (SmolLM2's shapes, float32).
@@ -218,8 +219,6 @@ class GenerationEngine:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> list[NDArray[np.int64]]:
         manifest = self.manifest
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if not 1 <= len(prompts) <= manifest.batch:
             raise ConfigError(
                 f"{len(prompts)} prompts: the bundle runs 1 to {manifest.batch} at a time; give them in groups, or "
@@ -235,13 +234,7 @@ class GenerationEngine:
                     f"prompt {number}: token ids must be 0 to {manifest.vocabulary - 1}, got "
                     f"{ids.min()} to {ids.max()}"
                 )
-            if len(ids) + max_new_tokens > manifest.length:
-                room = manifest.length - len(ids)
-                remedy = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
-                raise ConfigError(
-                    f"the prompt's {len(ids)} tokens and {max_new_tokens} new ones exceed the bundle's length of "
-                    f"{manifest.length}; {remedy}"
-                )
+            check_room(len(ids), max_new_tokens, manifest.length, "the bundle's length")
             arrays.append(ids.astype(np.int64))
         return arrays
 

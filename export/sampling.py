@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from modify.config import MOST_SEED, check_integer
-from modify.errors import ConfigError
+from modify.generation_checks import check_sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +31,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature} and {self.top_p}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
-        check_integer("seed", self.seed, 0, MOST_SEED)
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     def generators(self, count: int) -> list[np.random.Generator]:
         """Return a stream of random numbers for each of `count` sequences."""

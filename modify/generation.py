@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
+from modify.generation_checks import check_room, check_sampling
 from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
 
@@ -49,29 +49,15 @@ def generate_text(
         ConfigError: an option is out of range, the prompt is empty, or prompt and new tokens exceed the model's
             context.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ConfigError(
-            f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be at least 1, got {top_k}")
+    check_sampling(temperature, top_k, top_p, seed)
     text, ids = _encode(tokenizer, prompt, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     count = ids.shape[1]
-    if isinstance(context, int) and count + max_new_tokens > context:
-        room = context - count
-        remedy = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
-        raise ConfigError(
-            f"the prompt's {count} tokens and {max_new_tokens} new ones exceed the model's context of {context}; "
-            f"{remedy}"
-        )
+    check_room(count, max_new_tokens, context if isinstance(context, int) else None, "the model's context")
     ids = ids.to(next(model.parameters()).device)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
-    check_integer("seed", seed, 0, MOST_SEED)
     recorder = _Recorder(tokenizer, on_text, count)
     start = time.perf_counter()
     hook = model.register_forward_hook(recorder.look, with_kwargs=True)
@@ -136,12 +122,11 @@ class _Recorder(TextStreamer):
 
     def _counts(self) -> dict[str, int]:
         if isinstance(self._cache, MoDCache):
-            usage = self._cache.usage()
-            routed = [index for index, kind in self._cache.kinds.items() if kind.limit is not None]
+            usage, kinds = self._cache.usage(), self._cache.kinds
             return {
-                "ran": sum(sum(usage[index].ran) for index in routed),
-                "overflow": self._cache.overflow,
-                "cache_bytes": self._cache.bytes,
+                "ran": sum(sum(usage[index].ran) for index, kind in kinds.items() if kind.limit is not None),
+                "overflow": sum(sum(block.overflow) for block in usage.values()),
+                "cache_bytes": sum(block.bytes for block in usage.values()),
                 "allocated_bytes": sum(block.allocated_bytes for block in usage.values()),
             }
         tensors = [getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values")]
