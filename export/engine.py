@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from modify.export.bundle import (
 )
 from modify.export.generation_engine import GenerationEngine
 from modify.export.sessions import check_signature, create_session, import_onnxruntime, provider_names
+
+Prepack = Literal["decode", "none", "all"]
 
 
 class Engine:
@@ -82,7 +84,7 @@ def load_engine(
     *,
     threads: int | None = None,
     verify: bool = True,
-    prepack: bool = False,
+    prepack: Prepack = "decode",
 ) -> Engine | GenerationEngine:
     """Load an ONNX bundle into ONNX Runtime.
 
@@ -92,8 +94,8 @@ def load_engine(
             None is the CPU. Each must really be in use afterwards: there is no silent fallback.
         threads: threads within an operator; None lets ONNX Runtime choose.
         verify: compare the files with the manifest's checksums.
-        prepack: of a generation bundle: let every graph hold a rearranged copy of the weights, instead of mapping the
-            one file into memory. On a CPU prefill is then about a tenth faster, decoding is not, and memory doubles.
+        prepack: the graphs of a generation bundle that may hold a copy of the weights, rearranged for the processor; the
+            others map the bundle's one file into memory. On a CPU that makes a graph faster, see `docs/runtime.md`.
 
     Returns:
         A `GenerationEngine` for a generation bundle, an `Engine` for a prefill bundle.
@@ -139,13 +141,17 @@ def _load_generation(
     folder: Path,
     providers: Sequence[str] | str | None,
     threads: int | None,
-    prepack: bool,
+    prepack: Prepack,
 ) -> GenerationEngine:
     _check_target(manifest, folder)
     names = provider_names(providers)
+    if prepack not in get_args(Prepack):
+        raise ExportError(f"prepack must be one of {', '.join(get_args(Prepack))}, got {prepack!r}")
     sessions = {
-        file: create_session(folder / file, names, threads=threads, prepack=prepack)
-        for file in manifest.models
+        graph.file: create_session(
+            folder / graph.file, names, threads=threads, prepack=prepack in ("all", graph.role)
+        )
+        for graph in manifest.graphs
     }
     return GenerationEngine(manifest, folder, sessions, import_onnxruntime())
 

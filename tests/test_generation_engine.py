@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, write_bundle
@@ -284,6 +285,40 @@ def test_weights_that_are_no_numbers(bundle: Path, tmp_path: Path) -> None:
     loaded = load_engine(case, verify=False)
     with pytest.raises(ExportError, match="the model returned not-a-number"):
         loaded.generate([[1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({}, {"chunk1.onnx"}),
+        ({"prepack": "none"}, set()),
+        ({"prepack": "all"}, {"chunk1.onnx", "chunk256.onnx"}),
+    ],
+)
+def test_which_graphs_copy_the_weights(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], packed: set[str]
+) -> None:
+    found = set()
+    session = onnxruntime.InferenceSession
+
+    def spy(model: str, session_options: Any, **kwargs: Any) -> Any:
+        disabled = "session.disable_prepacking"
+        try:
+            is_disabled = session_options.get_session_config_entry(disabled) == "1"
+        except RuntimeError:  # not set
+            is_disabled = False
+        if not is_disabled:
+            found.add(Path(model).name)
+        return session(model, session_options, **kwargs)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
+    load_engine(bundle, **options)
+    assert found == packed
+
+
+def test_prepack_is_one_of_three(bundle: Path) -> None:
+    with pytest.raises(ExportError, match="prepack must be one of decode, none, all, got True"):
+        load_engine(bundle, prepack=True)
 
 
 def test_the_runtime_needs_no_torch(bundle: Path) -> None:
