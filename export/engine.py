@@ -94,8 +94,8 @@ def load_engine(
             None is the CPU. Each must really be in use afterwards: there is no silent fallback.
         threads: threads within an operator; None lets ONNX Runtime choose.
         verify: compare the files with the manifest's checksums.
-        prepack: the graphs of a generation bundle that may hold a copy of the weights, rearranged for the processor; the
-            others map the bundle's one file into memory. On a CPU that makes a graph faster, see `docs/runtime.md`.
+        prepack: which graphs of a generation bundle hold a copy of the weights that is rearranged for the processor,
+            which makes them faster on a CPU (see `docs/runtime.md`); the others map the one file into memory.
 
     Returns:
         A `GenerationEngine` for a generation bundle, an `Engine` for a prefill bundle.
