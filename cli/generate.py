@@ -129,6 +129,10 @@ def generate(
     terminal.note(
         f"{result.new_tokens} tokens in {result.seconds:.1f} s after {result.prompt_tokens} of prompt"
     )
+    if result.overflow:
+        terminal.note(
+            f"{result.overflow} times a token skipped a block since its predictor's limit was reached"
+        )
 
 
 def _show(piece: str) -> None:

@@ -66,6 +66,16 @@ def test_bundle(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -
     assert top == expected + "\n"
 
 
+def test_overflow_is_told(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    notes = []
+    for prompt in ("#", "**#"):  # * is a token that the hand-made model turns away
+        assert main(["generate", "bundle", "--prompt", prompt, "--max-new-tokens", "1"]) == 0
+        notes.append(capsys.readouterr().err)
+    assert "skipped a block" not in notes[0]
+    assert "2 times a token skipped a block since its predictor's limit was reached" in notes[1]
+
+
 @pytest.mark.parametrize("model", ["bundle", "mod", "dense"])
 def test_stats(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.chdir(folder)
