@@ -79,12 +79,21 @@ def retrain(
         ),
     ] = None,
     learning_rate: Annotated[
-        float,
-        typer.Option(help="Peak rate of the dense model's weights or of the adapters, and of bypasses."),
-    ] = _DEFAULT.learning_rate,
+        float | None,
+        typer.Option(
+            help="Peak rate of the dense model's weights or of the adapters, and of bypasses. By default 3e-4, or 6e-5 "
+            "for all weights of a model that was calibrated or trained before.",
+            show_default=False,
+        ),
+    ] = None,
     router_learning_rate: Annotated[
-        float, typer.Option(help="Peak rate of routers, gates and predictors.")
-    ] = _DEFAULT.router_learning_rate,
+        float | None,
+        typer.Option(
+            help="Peak rate of routers, gates and predictors. By default 1e-2, or 1e-4 where they were calibrated or "
+            "trained before.",
+            show_default=False,
+        ),
+    ] = None,
     predictor_loss_weight: Annotated[
         float, typer.Option(help="Weight of the predictors' loss beside the language model's.")
     ] = _DEFAULT.predictor_loss_weight,

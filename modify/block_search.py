@@ -146,7 +146,9 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        pending: dict[tuple[int, float], float] = {}  # loss per share of operations, as last measured or guessed
+        pending: dict[
+            tuple[int, float], float
+        ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
             if lower := self._lower_capacities(index):
                 loss = self._try(index, lower[0]).loss
@@ -164,7 +166,9 @@ class BlockSearch:
                 if len(tried) == _TRIED_PER_STEP or (tried and min(tried)[0] <= pending[index, capacity]):
                     break  # rates hardly fall, so none that follows is likely to be less
                 if capacity not in self._lower_capacities(index):
-                    del pending[index, capacity]  # it is lower already, or all other blocks have been dropped since
+                    del pending[
+                        index, capacity
+                    ]  # it is lower already, or all other blocks have been dropped since
                     continue
                 trial = self._try(index, capacity)
                 rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)

@@ -171,6 +171,7 @@ def calibrate(
     with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(model.mod_config.seed)  # of random routers
         blocks = tuple(_Calibration(model, chosen, batch_size, precision).run(progress))
+    model.record_fit()
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
         blocks = tuple(dataclasses.replace(block, threshold=thresholds.get(block.index)) for block in blocks)

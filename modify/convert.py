@@ -32,6 +32,7 @@ class ConversionRecord:
         splits: with `attend="all"`, (block index, index of the block whose trace tells how to split it).
         passes: names of the passes that ran, in order.
         skips: (node, reason) of what passes left alone.
+        fitted: routers, predictors and bypasses have been calibrated or trained.
     """
 
     layers: tuple[tuple[int, float], ...]
@@ -40,6 +41,7 @@ class ConversionRecord:
     splits: tuple[tuple[int, int], ...] = ()
     passes: tuple[str, ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
+    fitted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON-ready values."""

@@ -145,6 +145,12 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         """What the conversion found out and did."""
         return self._graphs["topk"].meta["conversion_record"]
 
+    def record_fit(self) -> None:
+        """Note in the conversion record that what was added has been fitted."""
+        record = dataclasses.replace(self.conversion_record, fitted=True)
+        self._graphs["topk"].meta["conversion_record"] = record
+        self.config.conversion_record = record.to_dict()
+
     @property
     def capacities(self) -> dict[int, float]:
         """Each routed block's capacity as converted, by block index."""

@@ -45,10 +45,10 @@ _INTEGERS = {  # and their least values
     "calibration_rows": 1,
 }
 _LARGEST = 1e30  # with room to multiply in float32
+_RATES = ("learning_rate", "router_learning_rate")
 _NUMBERS = (
+    *_RATES,
     "lora_alpha",
-    "learning_rate",
-    "router_learning_rate",
     "predictor_loss_weight",
     "weight_decay",
     "distill_weight",
@@ -76,8 +76,10 @@ class RetrainConfig:
         lora_rank: rank of the adapters.
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         lora_targets: names of the linear layers in a block that get one (`q_proj`, `mlp.up_proj`, ..); None: all.
-        learning_rate: peak rate of the dense model's weights or of the adapters, and of bypasses.
-        router_learning_rate: peak rate of routers, gates and predictors.
+        learning_rate: peak rate of the dense model's weights or of the adapters, and of bypasses; None: 3e-4, or 6e-5
+            with `train="all"` where what was added has been fitted already (`ConversionRecord.fitted`).
+        router_learning_rate: peak rate of routers, gates and predictors; None: 1e-2, or 1e-4 where they have been
+            fitted already.
         predictor_loss_weight: weight of the predictors' binary cross-entropy beside the language-model loss.
         weight_decay: AdamW's, on matrices only: never on biases, norms, routers' vectors and other 1-D parameters.
         warmup: steps over which both rates rise linearly from 0; see also `router_steps`.
@@ -119,8 +121,8 @@ class RetrainConfig:
     lora_rank: int = 16
     lora_alpha: float = 32.0
     lora_targets: tuple[str, ...] | None = None
-    learning_rate: float = 3e-4
-    router_learning_rate: float = 1e-2
+    learning_rate: float | None = None
+    router_learning_rate: float | None = None
     predictor_loss_weight: float = 1.0
     weight_decay: float = 0.01
     warmup: int = 5
@@ -153,6 +155,8 @@ class RetrainConfig:
             check_integer(name, value, least, MOST_SEED if name == "seed" else MOST)
         for name in _NUMBERS:
             value = getattr(self, name)
+            if name in _RATES and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
                 raise ConfigError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value!r}")
         if self.lora_alpha == 0:
@@ -209,6 +213,28 @@ class RetrainConfig:
     def distills(self) -> bool:
         """Whether a teacher is needed."""
         return self.distill_weight > 0 or self.hidden_weight > 0
+
+    def with_rates(self, fitted: bool) -> RetrainConfig:
+        """Return these options with both learning rates; `fitted`: what was added has been fitted already.
+
+        A fitted router's scores have unit spread, and Adam moves every weight by the rate, whatever the gradient: at
+        1e-2 a few steps would mix up which tokens run, at no visible loss of anything else.
+        """
+        rate = 6e-5 if fitted and self.train == "all" else 3e-4
+        return dataclasses.replace(
+            self,
+            learning_rate=rate if self.learning_rate is None else self.learning_rate,
+            router_learning_rate=(1e-4 if fitted else 1e-2)
+            if self.router_learning_rate is None
+            else self.router_learning_rate,
+        )
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Both learning rates, which must be known; see `with_rates`."""
+        assert self.learning_rate is not None
+        assert self.router_learning_rate is not None
+        return self.learning_rate, self.router_learning_rate
 
     def predicts_at(self, step: int) -> bool:
         """Whether the predictors select the tokens during 0-based global step `step`."""

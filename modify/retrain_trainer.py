@@ -49,6 +49,7 @@ def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, 
     Sharded and whole parameters are kept apart, since no optimizer updates both in one call.
     """
     groups: dict[tuple[float, float, int, bool], list[nn.Parameter]] = {}
+    base_rate, router_rate = config.rates
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -56,7 +57,7 @@ def parameter_groups(model: nn.Module, config: RetrainConfig) -> list[dict[str, 
         is_map = name.startswith(
             "bypasses."
         )  # of hidden states, as a weight is: a router's rate would wreck it
-        rate = config.router_learning_rate if is_added and not is_map else config.learning_rate
+        rate = router_rate if is_added and not is_map else base_rate
         decay = config.weight_decay if parameter.dim() > 1 else 0.0
         joined = 0 if is_added else config.router_steps
         groups.setdefault((rate, decay, joined, isinstance(parameter, DTensor)), []).append(parameter)
@@ -272,9 +273,10 @@ class MoDTrainer(Trainer):
     def _schedule_values(self) -> dict[str, float]:
         """Rates and mean capacity that the last step ran with."""
         config, step = self.retrain_config, self.state.global_step - 1
+        base_rate, router_rate = config.rates
         values = {
-            "learning_rate": config.learning_rate * config.rate_factor(step, config.router_steps),
-            "router_learning_rate": config.router_learning_rate * config.rate_factor(step),
+            "learning_rate": base_rate * config.rate_factor(step, config.router_steps),
+            "router_learning_rate": router_rate * config.rate_factor(step),
         }
         if isinstance(mod := self.model_itself, MoDForCausalLM):
             capacities = [config.capacity_at(step, c) for c in mod.capacities.values()]
@@ -368,7 +370,7 @@ def _arguments(config: RetrainConfig, run: Path, evaluates: bool) -> TrainingArg
         max_steps=config.steps,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
-        learning_rate=config.learning_rate,
+        learning_rate=config.rates[0],
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         activation_checkpointing=config.gradient_checkpointing,

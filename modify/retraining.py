@@ -140,6 +140,7 @@ def retrain(
     check_target(target, overwrite)
     _check_packages(config)
     config = dataclasses.replace(config, fsdp=wants_fsdp(config.fsdp))
+    config = config.with_rates(not isinstance(model, MoDForCausalLM) or model.conversion_record.fitted)
     _check_model(model, config)
     check_teacher(model, teacher, config, length)
     tokenizer = tokenizer or find_tokenizer(model)
@@ -159,6 +160,8 @@ def retrain(
         is_main = trainer.is_world_process_zero()
         report = progress if is_main else None
         thresholds = calibrate()
+        if isinstance(model, MoDForCausalLM):
+            model.record_fit()
         evaluation = None
         if held_out is not None:
             evaluation = evaluate(

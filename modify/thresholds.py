@@ -23,8 +23,8 @@ def calibrate_thresholds(
     Binary cross-entropy makes "logit above 0" mean "more likely than not in the top-k"; where a predictor is unsure,
     that selects fewer tokens than the capacity (or more), and the model would run otherwise than it was trained to.
     So the threshold is the quantile of the logits above which `k` tokens per row lie on average, the always selected
-    first tokens counted, and those that `chunk_limit` turns away not. Two passes: one over the hidden states of top-k routing, one over those that the predictors
-    then produce, since a block's input depends on what earlier blocks ran.
+    first tokens counted, and those that `chunk_limit` turns away not. Two passes: one over the hidden states of top-k
+    routing, one over those that the predictors then produce, since a block's input depends on what earlier blocks ran.
 
     Args:
         model: its predictors' `threshold` buffers are set.

@@ -178,6 +178,8 @@ def test_it_is_reproducible_and_reports_progress(rows):
         calibrate(model, rows, rows=8, progress=lambda done, total, seen=seen: seen.append((done, total)))
         assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert not model.training
+        assert model.conversion_record.fitted
+        assert model.config.conversion_record["fitted"]
         states.append(model.state_dict())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 

@@ -322,3 +322,15 @@ def test_every_step_is_whole(tmp_path: Path) -> None:
     report = modify.retrain(toy_model(), rows, config=config, output_dir=tmp_path / "out")
     assert report.tokens == 5 * 2 * 4 * 16
     assert [entry["epoch"] for entry in report.history] == pytest.approx([8 * n / 12 for n in range(1, 6)])
+
+
+def test_trained_routers_get_a_low_rate_from_then_on(tmp_path: Path) -> None:
+    model = toy_model()
+    peak = options(steps=1, learning_rate=None, router_learning_rate=None, schedule="constant")
+    assert not model.conversion_record.fitted
+    first = modify.retrain(model, toy_rows(), config=peak, output_dir=tmp_path / "first").history[0]
+    assert (first["learning_rate"], first["router_learning_rate"]) == (3e-4, 1e-2)
+    again = modify.load(tmp_path / "first")
+    assert again.conversion_record.fitted
+    second = modify.retrain(again, toy_rows(), config=peak, output_dir=tmp_path / "second").history[0]
+    assert (second["learning_rate"], second["router_learning_rate"]) == (6e-5, 1e-4)

@@ -25,6 +25,7 @@ from modify.errors import ConfigError
         ("gradient_accumulation", True),
         ("learning_rate", -1e-4),
         ("router_learning_rate", float("nan")),
+        ("learning_rate", "1e-4"),
         ("predictor_loss_weight", "1"),
         ("weight_decay", float("inf")),
         ("warmup", -1),
@@ -135,3 +136,18 @@ def test_the_healing_page_names_options_that_exist() -> None:
     given = set(re.findall(r"--[a-z][a-z-]+", page))
     assert {"--distill", "--train", "--teacher"} <= given
     assert given <= known
+
+
+@pytest.mark.parametrize(
+    ("train", "fitted", "rates"),
+    [
+        ("all", False, (3e-4, 1e-2)),
+        ("all", True, (6e-5, 1e-4)),
+        ("lora", True, (3e-4, 1e-4)),
+        ("routers", False, (3e-4, 1e-2)),
+    ],
+)
+def test_rates_suit_what_has_been_fitted(train: Any, fitted: bool, rates: tuple[float, float]) -> None:
+    assert RetrainConfig(train=train).with_rates(fitted).rates == rates
+    given = RetrainConfig(train=train, learning_rate=0.5, router_learning_rate=0.0)
+    assert given.with_rates(fitted).rates == (0.5, 0.0)
