@@ -1,0 +1,179 @@
+"""The dialect of static decoding: what the graphs that `LowerToChunk` makes call.
+
+Such a graph processes a chunk of `S` new tokens of each of `B` sequences, of which `count` are real and come first. All
+shapes are static: what is known of earlier tokens comes in as tensors, and goes out as tensors. Keys and values are
+kept in `T` slots per block; a chunk's tokens take the next free ones. What the tokens that are not real leave behind
+goes into slots that are free still, the last of which no real token ever takes. Shapes: `k` tokens of a chunk that a
+routed block runs, `G` heads of keys and values of size `d`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modify.ops.masks import as_dtype
+from modify.ops.routing import PREDICTOR_CHUNK, chunk_limit, compact
+
+
+class ChunkSelection(NamedTuple):
+    """The tokens of a chunk that a routed block runs; a `Selection` that also counts.
+
+    Attributes:
+        tokens: `[B, k]` int64, see `Selection`.
+        valid: `[B, k]` bool, see `Selection`.
+        padding: None: what is not real is never selected, and nobody reads it.
+        ran: `[B]` int64, how many run.
+        overflow: `[B]` int64, how many the predictor selected beyond its limit.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    padding: None
+    ran: Tensor
+    overflow: Tensor
+
+
+def chunk_positions(seen: Tensor, input_ids: Tensor, longest: int) -> Tensor:
+    """Return each token's position, `[B, S]` int64; those beyond the `longest` sequence belong to no real token."""
+    positions = seen.unsqueeze(1) + torch.arange(input_ids.shape[1], device=seen.device)
+    return positions.clamp(max=longest - 1)
+
+
+def chunk_padding(count: Tensor, input_ids: Tensor) -> Tensor:
+    """Return the chunk's padding mask: `[B, S]` int64, 1 for real tokens."""
+    return (torch.arange(input_ids.shape[1], device=count.device) < count.unsqueeze(1)).long()
+
+
+def last_of_chunk(x: Tensor, count: Tensor) -> Tensor:
+    """Return `[B, 1, ..]`: of `x`, `[B, S, ..]`, each sequence's last real token; any where there is none."""
+    if x.shape[1] == 1:
+        return x
+    last = (count - 1).clamp(min=0).view(-1, 1, *[1] * (x.dim() - 2))
+    return x.gather(1, last.expand(-1, 1, *x.shape[2:]))
+
+
+def select_in_chunk(
+    logits: Tensor,
+    threshold: Tensor,
+    capacity: float,
+    slack: float,
+    keep_first: int,
+    positions: Tensor,
+    padding: Tensor,
+    in_chunk: Tensor,
+) -> ChunkSelection:
+    """`select_predicted`, continued from the chunks before.
+
+    The real tokens of each sequence must belong to one predictor chunk: they cross no multiple of `PREDICTOR_CHUNK`.
+
+    Args:
+        logits: `[B, S]` predictor logits, `S` at most `PREDICTOR_CHUNK`.
+        threshold: scalar.
+        capacity: see `select_predicted`.
+        slack: see `select_predicted`.
+        keep_first: see `select_predicted`.
+        positions: `[B, S]`, from `chunk_positions`.
+        padding: `[B, S]`, from `chunk_padding`.
+        in_chunk: `[B]`, how many tokens of the predictor chunk ran already.
+    """
+    wanted = logits.float() > threshold
+    if keep_first > 0:
+        wanted = wanted | (positions < keep_first)
+    wanted = wanted & (padding != 0)
+    limit = chunk_limit(capacity, slack)
+    rank = wanted.long().cumsum(dim=1) + in_chunk.unsqueeze(1)
+    selected = wanted & (rank <= limit)
+    tokens, valid = compact(selected, torch.sym_min(logits.shape[1], limit))
+    ran = selected.long().sum(dim=1)
+    return ChunkSelection(tokens, valid, None, ran, wanted.long().sum(dim=1) - ran)
+
+
+def select_whole_chunk(padding: Tensor) -> ChunkSelection:
+    """Let every real token of the chunk run: a block of capacity 1."""
+    tokens = torch.arange(padding.shape[1], device=padding.device).expand(padding.shape)
+    ran = padding.sum(dim=1)
+    return ChunkSelection(tokens, padding != 0, None, ran, torch.zeros_like(ran))
+
+
+def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
+    """Return the slots that the tokens of `like` take, `[B, S]` int64, when `start`, `[B]`, are taken already."""
+    return start.unsqueeze(1) + torch.arange(like.shape[dim], device=start.device)
+
+
+def write_slots(held: Tensor, new: Tensor, slots: Tensor, token_dim: int, repeats: int) -> Tensor:
+    """Return `held` with the keys or values of new tokens in their slots.
+
+    Args:
+        held: `[B, G, T, d]`.
+        new: `[B, G * repeats, k, d]`, or with the last two dimensions swapped; of `repeats` equal heads in a row one is
+            kept.
+        slots: `[B, k]` int64; those beyond the last one are taken for the last, which holds no token.
+        token_dim: the dimension of `new` that is the tokens, 2 or 3.
+        repeats: see `new`.
+    """
+    new = new if repeats == 1 else new[:, ::repeats]
+    new = new if token_dim == 2 else new.transpose(2, 3)
+    batch, heads, last = held.shape[0], held.shape[1], held.shape[2] - 1
+    shape = (batch, heads, new.shape[2])
+    sequence = torch.arange(batch, device=held.device).view(-1, 1, 1).expand(shape)
+    head = torch.arange(heads, device=held.device).view(1, -1, 1).expand(shape)
+    slot = slots.clamp(max=last).unsqueeze(1).expand(shape)
+    return held.index_put((sequence, head, slot), new)
+
+
+def read_slots(held: Tensor, token_dim: int) -> Tensor:
+    """Return keys or values `[B, G, T, d]` with the slots in the dimension that the block expects its tokens in."""
+    return held if token_dim == 2 else held.transpose(2, 3)
+
+
+def write_positions(held: Tensor, new: Tensor, slots: Tensor) -> Tensor:
+    """Return `held`, `[B, T]` int64, with the positions `new`, `[B, k]`, of new tokens in their slots."""
+    slot = slots.clamp(max=held.shape[1] - 1)
+    sequence = torch.arange(held.shape[0], device=held.device).unsqueeze(1).expand(slot.shape)
+    return held.index_put((sequence, slot), new)
+
+
+def slot_mask(
+    held: Tensor,
+    slots: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    held_positions: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return the mask of new tokens against the slots: `[B, 1, k, T]`, causal and within `window` positions.
+
+    Args:
+        held: `[B, G, T, d]`, for its slots.
+        slots: `[B, k]` int64, the slots of the new tokens; earlier tokens have smaller ones.
+        window: number of positions, its own included, that a token can see; None for all.
+        dtype: `torch.bool`, or the float type of an additive mask.
+        held_positions: `[B, T]`, positions of the tokens in the slots; None where slots are positions.
+        positions: `[B, k]`, positions of the new tokens; None where slots are positions.
+    """
+    slot = torch.arange(held.shape[2], device=held.device)
+    allowed = slot <= slots.unsqueeze(-1)
+    if window is not None:
+        of_slots = slot if held_positions is None else held_positions.unsqueeze(1)
+        of_tokens = slots if positions is None else positions
+        allowed = allowed & (of_slots > of_tokens.unsqueeze(-1) - window)
+    return as_dtype(allowed.unsqueeze(1), dtype)
+
+
+def count_runs(before: Tensor, new: Sequence[Tensor]) -> Tensor:
+    """Return `before`, `[B, R]`, plus what each routed block adds, `[B]` each."""
+    return before + torch.stack(list(new), dim=1)
+
+
+def count_in_chunk(before: Tensor, new: Sequence[Tensor], seen: Tensor) -> Tensor:
+    """`count_runs` within the predictor chunk that position `seen`, `[B]`, of the next token belongs to."""
+    return torch.where((seen % PREDICTOR_CHUNK == 0).unsqueeze(1), 0, count_runs(before, new))
+
+
+def of_block(counts: Tensor, number: int) -> Tensor:
+    """Return column `number` of `[B, R]`: `[B]`."""
+    return counts[:, number]
