@@ -62,13 +62,15 @@ class ChunkState:
         name: of the input.
         shape: behind the batch, `[B, *shape]`, for the longest sequence.
         dtype: of the tensor.
-        grows: the dimension, batch counted, that may be shorter while sequences are; None where none may.
+        grows: the dimension, batch counted, that is slots, and may be shorter while sequences are; None where none may.
+        slots: name of that dimension, which states of the same tokens have in common.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     grows: int | None = None
+    slots: str | None = None
 
     def zeros(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the state before the first chunk."""
@@ -239,25 +241,23 @@ class _Lowering:
             (computed.args, computed.kwargs), lambda node: None if node.target in _MASKS else node
         )
         selection = self._selection_of(computed)
-        slots, most = self.slots, self.length
+        slots, most, name = self.slots, self.length, "slots"
         if selection is not None:
             inner = block_input(block)
             start = self._before(
                 inner.next, of_block, self.inputs["ran"], self.selections.index(selection), name=f"ran_{index}"
             )
             slots = self._before(start.next, slots_of_chunk, start, inner, name=f"slots_{index}")
-            most = selection.meta["most_tokens"]
+            most, name = selection.meta["most_tokens"], f"slots_{index}"
         module = self.graph_module.get_submodule(str(block.target))
         assert isinstance(module, SplitBlock)
         held: list[fx.Node] = []
         for kind, new, shared in zip(("keys", "values"), (keys, values), module.parts.shared, strict=False):
             dim, repeats = shared.token_dim, shared.repeats
             assert dim is not None
-            size = new.meta["val"].shape[5 - dim]
-            state = ChunkState(
-                f"{kind}_{index}", (new.meta["val"].shape[1] // repeats, most + 1, size), torch.float32, 2
-            )
-            state = dataclasses.replace(state, dtype=new.meta["val"].dtype)
+            value = new.meta["val"]
+            shape = value.shape[1] // repeats, most + 1, value.shape[5 - dim]
+            state = ChunkState(f"{kind}_{index}", shape, value.dtype, 2, name)
             args = (self._input(state), new, slots, dim, repeats)
             written = self._before(block, write_slots, *args, name=f"{kind}_{index}_next")
             self.results[state.name] = written
@@ -298,7 +298,7 @@ class _Lowering:
         self, index: int, slots: fx.Node, block: fx.Node, selection: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """Positions of the tokens that the block has run and of those that it runs: a window is one of positions."""
-        state = ChunkState(f"positions_{index}", (selection.meta["most_tokens"] + 1,), torch.int64, 1)
+        state = ChunkState(f"positions_{index}", (selection.meta["most_tokens"] + 1,), torch.int64, 1, f"slots_{index}")
         new = self._before(block, gather_tokens, self.positions, selection, name=f"positions_at_{index}")
         args = (self._input(state), new, slots)
         written = self._before(block, write_positions, *args, name=f"positions_{index}_next")
