@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modify.errors import ExportError, first_line
-from modify.export.bundle import Manifest, TensorSpec, read_manifest
+from modify.export.bundle import Manifest, TensorSpec, read_prefill_manifest
 
 _SHORT_NAMES = {
     "cpu": "CPUExecutionProvider",
@@ -104,7 +104,7 @@ def load_engine(
         ExportError: the directory is no bundle, damaged or built for another runtime; ONNX Runtime or a provider is
             missing; the message says what to install.
     """
-    manifest = read_manifest(bundle, verify=verify)
+    manifest = read_prefill_manifest(bundle, verify=verify)
     if manifest.target != "onnx":
         raise ExportError(
             f"{bundle} holds an engine for {manifest.target}, which runs in that library on an NVIDIA GPU; "
