@@ -29,7 +29,9 @@ def cached_parts(parts: BlockParts) -> BlockParts:
     """
     for value in parts.shared[:2]:
         if not _has_heads(value):
-            raise CannotSplit(f"its keys or values, {list(value.shape)}, are not [batch, heads, tokens, size]")
+            raise CannotSplit(
+                f"its keys or values, {list(value.shape)}, are not [batch, heads, tokens, size]"
+            )
     rest = parts.with_mask["rest"]
     return dataclasses.replace(
         parts,

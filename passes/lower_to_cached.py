@@ -133,6 +133,7 @@ class LowerToCached(GraphPass):
     ) -> fx.Node:
         return _insert(anchor, target, args, name, self.name)
 
+
 def argument_about_keys(block: fx.Node) -> str | None:
     """Return what a block is told about keys that positions do not tell, so that no cache can stand in; or None."""
     _, length = dimension_symbols(block.graph)

@@ -172,9 +172,7 @@ class _Lowering:
 
     def run(self) -> None:
         blocks = block_calls(self.graph)
-        selections = [
-            node for node in self.graph.nodes if node.target in (select_predicted, select_topk)
-        ]
+        selections = [node for node in self.graph.nodes if node.target in (select_predicted, select_topk)]
         self.count = self._input(ChunkState("count", (), torch.int64), is_state=False)
         self.seen = self._input(ChunkState("seen", (), torch.int64))
         if selections:
@@ -228,7 +226,9 @@ class _Lowering:
             ran = self._before(old, of_block, self.inputs["in_chunk"], number, name=f"in_chunk_{number}")
             args = (*old.args[:5], self.positions, self.padding, ran)
             new = self._before(old, select_in_chunk, *args, name=old.name)
-        limit = predictor_slots(*old.args[2:4], self.length) if old.target is select_predicted else self.length
+        limit = (
+            predictor_slots(*old.args[2:4], self.length) if old.target is select_predicted else self.length
+        )
         new.meta["most_tokens"] = limit
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
@@ -245,7 +245,11 @@ class _Lowering:
         if selection is not None:
             inner = block_input(block)
             start = self._before(
-                inner.next, of_block, self.inputs["ran"], self.selections.index(selection), name=f"ran_{index}"
+                inner.next,
+                of_block,
+                self.inputs["ran"],
+                self.selections.index(selection),
+                name=f"ran_{index}",
             )
             slots = self._before(start.next, slots_of_chunk, start, inner, name=f"slots_{index}")
             most, name = selection.meta["most_tokens"], f"slots_{index}"
@@ -298,7 +302,9 @@ class _Lowering:
         self, index: int, slots: fx.Node, block: fx.Node, selection: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """Positions of the tokens that the block has run and of those that it runs: a window is one of positions."""
-        state = ChunkState(f"positions_{index}", (selection.meta["most_tokens"] + 1,), torch.int64, 1, f"slots_{index}")
+        state = ChunkState(
+            f"positions_{index}", (selection.meta["most_tokens"] + 1,), torch.int64, 1, f"slots_{index}"
+        )
         new = self._before(block, gather_tokens, self.positions, selection, name=f"positions_at_{index}")
         args = (self._input(state), new, slots)
         written = self._before(block, write_positions, *args, name=f"positions_{index}_next")

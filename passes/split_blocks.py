@@ -42,7 +42,5 @@ class SplitBlocks(GraphPass):
         """See the class."""
         whole = {i: node for i, node in block_calls(graph_module.graph).items() if "part" not in node.kwargs}
         for index, block in whole.items():
-            call_in_parts(
-                Builder(graph_module, block, self.name), index, block, lambda argument: argument
-            )
+            call_in_parts(Builder(graph_module, block, self.name), index, block, lambda argument: argument)
         return GraphPassResult(graph_module, bool(whole))
