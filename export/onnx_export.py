@@ -71,6 +71,19 @@ def check_exportable(graph: fx.GraphModule) -> None:
             )
 
 
+def vocabulary_of(graph: fx.GraphModule) -> int:
+    """Token ids below this are valid."""
+    logits: Any = graph.graph.output_node().args[0]
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    sizes = [logits.meta["val"].shape[-1]]
+    (ids,) = (node for node in graph.graph.find_nodes(op="placeholder") if node.target == "input_ids")
+    for user in ids.users:
+        if user.op == "call_module":
+            module = graph.get_submodule(user.target)
+            sizes += [module.num_embeddings] if isinstance(module, nn.Embedding) else []
+    return int(min(sizes))
+
+
 def slack_of(model: nn.Module) -> float:
     """The slack that the model was converted with."""
     known = model.meta if isinstance(model, fx.GraphModule) else vars(model)

@@ -27,6 +27,7 @@ from modify.export.onnx_export import (
     prose,
     slack_of,
     software_versions,
+    vocabulary_of,
 )
 from modify.export.operators import check_operators, tensorrt_obstacles
 from modify.export.parity import Batch, Decision, check_parity
@@ -196,23 +197,11 @@ def _graph_of(model: nn.Module, routing: str) -> fx.GraphModule:
     return graph
 
 
-def _vocabulary(graph: fx.GraphModule) -> int:
-    """Token ids below this are valid."""
-    logits: Any = graph.graph.output_node().args[0]
-    sizes = [logits.meta["val"].shape[-1]]
-    (ids,) = (node for node in graph.graph.find_nodes(op="placeholder") if node.target == "input_ids")
-    for user in ids.users:
-        if user.op == "call_module":
-            module = graph.get_submodule(user.target)
-            sizes += [module.num_embeddings] if isinstance(module, nn.Embedding) else []
-    return int(min(sizes))
-
-
 def _batches(
     graph: fx.GraphModule, batch: int, length: int, padding: bool, real: dict[str, Tensor]
 ) -> list[Batch]:
     """What to compare on: random ids, real text, and both right-padded to several lengths."""
-    vocabulary = _vocabulary(graph)
+    vocabulary = vocabulary_of(graph)
     generator = torch.Generator().manual_seed(0)
     ids = {"random": torch.randint(vocabulary, (batch, length), generator=generator)}
     ids |= {kind: fit_text(kind, tokens, batch, length, vocabulary) for kind, tokens in real.items()}

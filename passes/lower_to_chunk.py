@@ -229,7 +229,8 @@ class _Lowering:
         limit = (
             predictor_slots(*old.args[2:4], self.length) if old.target is select_predicted else self.length
         )
-        new.meta["most_tokens"] = limit
+        # The scores come from the module `routers.7` or `predictors.7`.
+        new.meta |= {"most_tokens": limit, "routes": int(old.args[0].target.rpartition(".")[2])}
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         self.selections.append(new)

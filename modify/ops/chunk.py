@@ -26,6 +26,7 @@ class ChunkSelection(NamedTuple):
         tokens: `[B, k]` int64, see `Selection`.
         valid: `[B, k]` bool, see `Selection`.
         padding: None: what is not real is never selected, and nobody reads it.
+        took: `[B, S]` bool, which tokens run.
         ran: `[B]` int64, how many run.
         overflow: `[B]` int64, how many the predictor selected beyond its limit.
     """
@@ -33,6 +34,7 @@ class ChunkSelection(NamedTuple):
     tokens: Tensor
     valid: Tensor
     padding: None
+    took: Tensor
     ran: Tensor
     overflow: Tensor
 
@@ -89,14 +91,14 @@ def select_in_chunk(
     selected = wanted & (rank <= limit)
     tokens, valid = compact(selected, torch.sym_min(logits.shape[1], limit))
     ran = selected.long().sum(dim=1)
-    return ChunkSelection(tokens, valid, None, ran, wanted.long().sum(dim=1) - ran)
+    return ChunkSelection(tokens, valid, None, selected, ran, wanted.long().sum(dim=1) - ran)
 
 
 def select_whole_chunk(padding: Tensor) -> ChunkSelection:
     """Let every real token of the chunk run: a block of capacity 1."""
     tokens = torch.arange(padding.shape[1], device=padding.device).expand(padding.shape)
-    ran = padding.sum(dim=1)
-    return ChunkSelection(tokens, padding != 0, None, ran, torch.zeros_like(ran))
+    ran, real = padding.sum(dim=1), padding != 0
+    return ChunkSelection(tokens, real, None, real, ran, torch.zeros_like(ran))
 
 
 def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
