@@ -18,6 +18,7 @@ from modify.modeling import MoDForCausalLM
 from modify.ops.split_block import BlockParts, SplitBlock
 from modify.passes.base import block_calls
 from modify.passes.pipelines import CHUNK, DENSE, build
+from modify.passes.run_one_token import RunOneToken
 from modify.passes.runner import copy_graph, run_passes
 
 ChunkRouting = Literal["predictor", "dense"]
@@ -79,3 +80,12 @@ def lower_to_chunk(model: nn.Module, routing: ChunkRouting, *, length: int) -> f
     if isinstance(model, MoDForCausalLM):
         options |= dataclasses.asdict(model.mod_config)
     return run_passes(chunk_source(model, routing), build(CHUNK, options))[0]
+
+
+def one_token_graph(chunk: fx.GraphModule, *, batch: int) -> fx.GraphModule:
+    """Return the decode graph of a chunk graph: one new token for each of `batch` sequences.
+
+    Raises:
+        PassError: it is no chunk graph.
+    """
+    return run_passes(chunk, [RunOneToken(batch=batch)])[0]

@@ -1,4 +1,4 @@
-"""Lower a graph to a static one that processes a chunk of new tokens, with all that is kept of earlier ones in tensors."""
+"""Lower a graph to a static one that processes a chunk of new tokens; what is kept of earlier ones are tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from modify.ops.chunk import (
     last_of_chunk,
     of_block,
     read_slots,
+    rows_to_hold,
     select_in_chunk,
     select_whole_chunk,
     slot_mask,
@@ -98,7 +99,7 @@ class LowerToChunk(GraphPass):
         slots   = slots_of_chunk(seen, input_ids)
         mask    = slot_mask(keys_0, slots, None, torch.bool)              # [B, 1, S, T]
         kv0     = model.layers.0(h0, .., part='keys_values')
-        keys    = write_slots(keys_0, kv0[0], slots, 2, 1)                # [B, G, T, d]; values alike
+        keys    = write_slots(keys_0, rows_to_hold(kv0[0], 2, 1), slots)  # [B, G, T, d]; values alike
         h1      = model.layers.0(h0, attention_mask=mask, .., part='rest', shared=(keys, values, kv0[2]))
         tokens  = select_in_chunk(predicted, threshold, 0.125, 1.25, 1, positions, padding, in_chunk[:, 0])
         inner   = gather_tokens(h1, tokens)
@@ -254,6 +255,7 @@ class _Lowering:
             )
             slots = self._before(start.next, slots_of_chunk, start, inner, name=f"slots_{index}")
             most, name = selection.meta["most_tokens"], f"slots_{index}"
+            computed.meta["of_selected"] = True
         module = self.graph_module.get_submodule(str(block.target))
         assert isinstance(module, SplitBlock)
         held: list[fx.Node] = []
@@ -263,8 +265,10 @@ class _Lowering:
             value = new.meta["val"]
             shape = value.shape[1] // repeats, most + 1, value.shape[5 - dim]
             state = ChunkState(f"{kind}_{index}", shape, value.dtype, 2, name)
-            args = (self._input(state), new, slots, dim, repeats)
-            written = self._before(block, write_slots, *args, name=f"{kind}_{index}_next")
+            rows = self._before(block, rows_to_hold, new, dim, repeats, name=f"{kind}_rows_{index}")
+            written = self._before(
+                block, write_slots, self._input(state), rows, slots, name=f"{kind}_{index}_next"
+            )
             self.results[state.name] = written
             held.append(
                 written

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache that holds each head of keys and values once, whatever number of query heads share it.
+"""Attention over a key-value cache that holds each head of keys and values once, however many query heads share it.
 
 Plain products of matrices, so that no runtime repeats, scales or transposes the cache. Shapes: batch `B`, query heads
 `H`, heads of keys and values `G` of which each serves `H / G` query heads in a row, queries `S`, slots `T`.
@@ -50,8 +50,6 @@ def grouped_attention(
     assert not dropout
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = grouped_matmul(query * scale, keys.transpose(2, 3))
-    if mask.dtype == torch.bool:
-        scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
+    hidden = torch.finfo(scores.dtype).min
+    scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
     return grouped_matmul(scores.softmax(dim=-1), values)

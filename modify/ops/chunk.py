@@ -106,25 +106,36 @@ def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
     return start.unsqueeze(1) + torch.arange(like.shape[dim], device=start.device)
 
 
-def write_slots(held: Tensor, new: Tensor, slots: Tensor, token_dim: int, repeats: int) -> Tensor:
+def rows_to_hold(new: Tensor, token_dim: int, repeats: int) -> Tensor:
+    """Return what is kept of new tokens' keys or values: `[B, G, k, d]`.
+
+    Args:
+        new: `[B, G * repeats, k, d]`, or with the last two dimensions swapped.
+        token_dim: the dimension of `new` that is the tokens, 2 or 3.
+        repeats: how many heads in a row are equal; one of them is kept.
+    """
+    new = new if repeats == 1 else new[:, ::repeats]
+    return new if token_dim == 2 else new.transpose(2, 3)
+
+
+def write_slots(held: Tensor, rows: Tensor, slots: Tensor, sequences: Tensor | None = None) -> Tensor:
     """Return `held` with the keys or values of new tokens in their slots.
 
     Args:
         held: `[B, G, T, d]`.
-        new: `[B, G * repeats, k, d]`, or with the last two dimensions swapped; of `repeats` equal heads in a row one is
-            kept.
-        slots: `[B, k]` int64; those beyond the last one are taken for the last, which holds no token.
-        token_dim: the dimension of `new` that is the tokens, 2 or 3.
-        repeats: see `new`.
+        rows: `[B, G, k, d]`, or `[n, G, k, d]` for the sequences given.
+        slots: `[B, k]` or `[n, k]` int64; those beyond the last one are taken for the last, which holds no token.
+        sequences: `[n]` int64, distinct; None for all.
     """
-    new = new if repeats == 1 else new[:, ::repeats]
-    new = new if token_dim == 2 else new.transpose(2, 3)
-    batch, heads, last = held.shape[0], held.shape[1], held.shape[2] - 1
-    shape = (batch, heads, new.shape[2])
-    sequence = torch.arange(batch, device=held.device).view(-1, 1, 1).expand(shape)
+    heads, last = held.shape[1], held.shape[2] - 1
+    shape = rows.shape[:3]
+    if rows.shape[2] > 1:  # one token always has a slot
+        slots = slots.clamp(max=last)
+    if sequences is None:
+        sequences = torch.arange(held.shape[0], device=held.device)
+    sequence = sequences.view(-1, 1, 1).expand(shape)
     head = torch.arange(heads, device=held.device).view(1, -1, 1).expand(shape)
-    slot = slots.clamp(max=last).unsqueeze(1).expand(shape)
-    return held.index_put((sequence, head, slot), new)
+    return held.index_put((sequence, head, slots.unsqueeze(1).expand(shape)), rows)
 
 
 def read_slots(held: Tensor, token_dim: int) -> Tensor:
@@ -132,11 +143,12 @@ def read_slots(held: Tensor, token_dim: int) -> Tensor:
     return held if token_dim == 2 else held.transpose(2, 3)
 
 
-def write_positions(held: Tensor, new: Tensor, slots: Tensor) -> Tensor:
-    """Return `held`, `[B, T]` int64, with the positions `new`, `[B, k]`, of new tokens in their slots."""
-    slot = slots.clamp(max=held.shape[1] - 1)
-    sequence = torch.arange(held.shape[0], device=held.device).unsqueeze(1).expand(slot.shape)
-    return held.index_put((sequence, slot), new)
+def write_positions(held: Tensor, new: Tensor, slots: Tensor, sequences: Tensor | None = None) -> Tensor:
+    """Return `held`, `[B, T]` int64, with the positions `new`, `[B or n, k]`, in their slots; see `write_slots`."""
+    if sequences is None:
+        sequences = torch.arange(held.shape[0], device=held.device)
+    slots = slots.clamp(max=held.shape[1] - 1)
+    return held.index_put((sequences.unsqueeze(1).expand(slots.shape), slots), new)
 
 
 def slot_mask(
@@ -179,3 +191,42 @@ def count_in_chunk(before: Tensor, new: Sequence[Tensor], seen: Tensor) -> Tenso
 def of_block(counts: Tensor, number: int) -> Tensor:
     """Return column `number` of `[B, R]`: `[B]`."""
     return counts[:, number]
+
+
+class TokenSelection(NamedTuple):
+    """Which sequences' one new token a routed block runs.
+
+    Attributes:
+        took: `[B, 1]` bool.
+        ran: `[B]` int64, 1 where it runs.
+        overflow: `[B]` int64, 1 where the predictor selected it beyond its limit.
+    """
+
+    took: Tensor
+    ran: Tensor
+    overflow: Tensor
+
+
+def select_token(
+    logits: Tensor,
+    threshold: Tensor,
+    capacity: float,
+    slack: float,
+    keep_first: int,
+    positions: Tensor,
+    padding: Tensor,
+    in_chunk: Tensor,
+) -> TokenSelection:
+    """`select_in_chunk` for a chunk of one token."""
+    wanted = logits.float() > threshold
+    if keep_first > 0:
+        wanted = wanted | (positions < keep_first)
+    wanted = wanted & (padding != 0)
+    took = wanted & (in_chunk < chunk_limit(capacity, slack)).unsqueeze(1)
+    ran = took.long().squeeze(1)
+    return TokenSelection(took, ran, wanted.long().squeeze(1) - ran)
+
+
+def merge_token(took: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
+    """Return `[B, 1, D]`: of `rows` where the token runs, `took` `[B, 1]`, and of `skipped` elsewhere."""
+    return torch.where(took.unsqueeze(-1), rows, skipped)

@@ -122,8 +122,9 @@ class SplitBlock(nn.Module):
 def split_block(block: nn.Module, parts: BlockParts) -> SplitBlock:
     """Return a shallow copy of `block` that can run in parts; it shares the block's submodules and parameters.
 
-    A block that can run in parts already gets these in place of its own. Its class is made from the block's own and has its name, so that whatever goes by class or name (gradient
-    checkpointing, FSDP wrapping) takes it for the block that it is.
+    A block that can run in parts already gets these in place of its own. Its class is made from the block's own and has
+    its name, so that whatever goes by class or name (gradient checkpointing, FSDP wrapping) takes it for the block that
+    it is.
     """
     split = shallow_copy(block)
     split.__class__ = _class_with_parts(type(block))
