@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from modify.blocks import evaluation_mode
-from modify.chunk_graph import ChunkRouting, lower_to_chunk
+from modify.chunk_graph import ChunkRouting, lower_to_chunk, one_token_graph
 from modify.dense import dense_graph
 from modify.errors import ExportError
 from modify.export.bundle import (
@@ -124,11 +124,12 @@ def export_generation(
         check_exportable(lowered)
         batches = _batches(lowered, batch, length, verify_inputs, origin)
         models = []
-        for name, tokens in (("prefill", chunk), ("decode", 1)):
+        decode = one_token_graph(lowered, batch=batch)
+        for name, graph, tokens in (("prefill", lowered, chunk), ("decode", decode, 1)):
             stages.begin(f"exporting the {name} graph")
             models.append(
                 export_chunk(
-                    lowered,
+                    graph,
                     f"{name}.onnx",
                     batch=batch,
                     chunk=tokens,

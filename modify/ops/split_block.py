@@ -180,7 +180,7 @@ _REGISTERS = frozenset(name for name, value in vars(nn.Module()).items() if isin
 
 def call_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """Return a call's tensors, numbers and Nones, in an order that does not depend on that of the keywords."""
-    return tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
+    return tree_leaves((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
 
 
 def compile_part(graph: fx.Graph, inputs: tuple[int, ...]) -> Part:
