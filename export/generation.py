@@ -78,6 +78,7 @@ def export_generation(
     length: int = 2048,
     chunk: int = PREDICTOR_CHUNK,
     routing: ChunkRouting | None = None,
+    limit_rows: bool = False,
     fixed_slots: bool = False,
     opset: int = 20,
     verify_inputs: TokenIds | None = None,
@@ -100,6 +101,9 @@ def export_generation(
         length: the most tokens per sequence, prompt and new ones together.
         chunk: tokens per sequence and run of the prefill graph; a divisor of 256, within which predictors' limits hold.
         routing: `predictor`, or `dense` for the dense model; None takes what the model is.
+        limit_rows: of several sequences, let a routed block run `ceil(slack * capacity * batch)` in a decoding step,
+            those of the highest predictor logits; the others skip it, and are counted among the overflow. Otherwise all
+            run, and the results of those that skip it are discarded.
         fixed_slots: caches have their slots for `length` tokens from the start, as TensorRT needs them; otherwise they
             may grow with the sequences.
         opset: ONNX operator set.
@@ -115,6 +119,8 @@ def export_generation(
         StorageError: `path` exists or cannot be written.
     """
     routing = _check_options(model, batch, length, chunk, routing)
+    if limit_rows and batch == 1:
+        raise ExportError("limit_rows needs several sequences; with batch=1 a block that is skipped costs nothing")
     stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder, evaluation_mode(model):
         stages.begin("lowering")
@@ -124,7 +130,7 @@ def export_generation(
         check_exportable(lowered)
         batches = _batches(lowered, batch, length, verify_inputs, origin)
         models = []
-        decode = one_token_graph(lowered, batch=batch)
+        decode = one_token_graph(lowered, batch=batch, limit_rows=limit_rows)
         for name, graph, tokens in (("prefill", lowered, chunk), ("decode", decode, 1)):
             stages.begin(f"exporting the {name} graph")
             models.append(
@@ -154,6 +160,7 @@ def export_generation(
             batches,
             tolerance,
             slack_of(model) if routing == "predictor" else None,
+            rows_are_limited=limit_rows and routing == "predictor",
         )
         stages.begin("finishing")
         if origin is not None:

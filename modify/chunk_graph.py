@@ -17,6 +17,7 @@ from modify.errors import CacheError
 from modify.modeling import MoDForCausalLM
 from modify.ops.split_block import BlockParts, SplitBlock
 from modify.passes.base import block_calls
+from modify.passes.limit_rows import LimitRows
 from modify.passes.pipelines import CHUNK, DENSE, build
 from modify.passes.run_one_token import RunOneToken
 from modify.passes.runner import copy_graph, run_passes
@@ -82,10 +83,17 @@ def lower_to_chunk(model: nn.Module, routing: ChunkRouting, *, length: int) -> f
     return run_passes(chunk_source(model, routing), build(CHUNK, options))[0]
 
 
-def one_token_graph(chunk: fx.GraphModule, *, batch: int) -> fx.GraphModule:
+def one_token_graph(chunk: fx.GraphModule, *, batch: int, limit_rows: bool = False) -> fx.GraphModule:
     """Return the decode graph of a chunk graph: one new token for each of `batch` sequences.
+
+    Args:
+        chunk: from `lower_to_chunk`.
+        batch: number of sequences.
+        limit_rows: let each routed block run a fixed number of sequences, see `LimitRows`; otherwise it is skipped by
+            a branch (one sequence) or runs them all, exactly as the model without a cache.
 
     Raises:
         PassError: it is no chunk graph.
     """
-    return run_passes(chunk, [RunOneToken(batch=batch)])[0]
+    passes = [LimitRows(batch=batch)] * limit_rows + [RunOneToken(batch=batch)]
+    return run_passes(chunk, passes)[0]

@@ -127,7 +127,7 @@ class LowerToChunk(GraphPass):
     def requires(self, graph_module: fx.GraphModule) -> None:
         """The graph must take position ids, be routed by predictors, run in parts and return the last logits alone."""
         graph = graph_module.graph
-        if _is_lowered(graph):
+        if is_chunk_graph(graph):
             return
         placeholder(graph, "position_ids")
         if routing_of(graph):
@@ -146,13 +146,14 @@ class LowerToChunk(GraphPass):
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
-        if _is_lowered(graph_module.graph):
+        if is_chunk_graph(graph_module.graph):
             return GraphPassResult(graph_module, False)
         _Lowering(graph_module, self.length, self.name).run()
         return GraphPassResult(graph_module, True)
 
 
-def _is_lowered(graph: fx.Graph) -> bool:
+def is_chunk_graph(graph: fx.Graph) -> bool:
+    """Whether the pass made the graph."""
     return any(node.target == "count" for node in graph.find_nodes(op="placeholder"))
 
 

@@ -14,6 +14,7 @@ from modify.passes.base import GraphPass, GraphPassResult, calls_of, dimension_s
 from modify.passes.branches import put_into_branches
 from modify.passes.builder import Builder
 from modify.passes.freeze_shapes import frozen_value, replace_by_constant
+from modify.passes.lower_to_chunk import is_chunk_graph
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,19 +60,23 @@ class RunOneToken(GraphPass):
 
     def requires(self, graph_module: fx.GraphModule) -> None:
         """The graph must be one that `LowerToChunk` made, its shapes still symbols."""
-        names = {node.target for node in graph_module.graph.find_nodes(op="placeholder")}
-        if "count" not in names:
+        if not is_chunk_graph(graph_module.graph):
             raise self.fail("the graph takes no chunk; run LowerToChunk first")
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
         graph = graph_module.graph
-        if dimension_symbols(graph)[1].is_number:
+        selections = [*calls_of(graph, select_in_chunk), *calls_of(graph, select_whole_chunk)]
+        selections = [selection for selection in selections if _merge_of(selection) is not None]
+        is_frozen = dimension_symbols(graph)[1].is_number
+        if not selections and is_frozen:
             return GraphPassResult(graph_module, False)
-        self._freeze(graph)
-        for selection in [*calls_of(graph, select_in_chunk), *calls_of(graph, select_whole_chunk)]:
+        if not is_frozen:
+            freeze_one_token(graph, self.batch)
+        for selection in selections:
             index = selection.meta["routes"]
-            merge = next(user for user in selection.users if user.target is merge_tokens)
+            merge = _merge_of(selection)
+            assert merge is not None
             for user in [user for user in selection.users if user.target is gather_tokens]:
                 user.replace_all_uses_with(user.args[0])
                 graph.erase_node(user)
@@ -89,17 +94,6 @@ class RunOneToken(GraphPass):
                 put_into_branches(graph_module, index, took, result, self.name)
         return GraphPassResult(graph_module, True)
 
-    def _freeze(self, graph: fx.Graph) -> None:
-        numbers = dict(zip(dimension_symbols(graph), (self.batch, 1), strict=True))
-        mode = FakeTensorMode()
-        for node in list(graph.nodes):
-            if "val" not in node.meta:
-                continue
-            node.meta["val"] = frozen_value(node.meta["val"], numbers, mode)
-            if isinstance(node.meta["val"], int | float):
-                replace_by_constant(node, node.meta["val"], list(node.users))
-                graph.erase_node(node)
-
     def _decide(self, graph_module: fx.GraphModule, selection: fx.Node) -> fx.Node:
         """Replace the selection, and return whether each token runs: `[B, 1]` bool."""
         build = Builder(graph_module, selection, self.name)
@@ -111,3 +105,21 @@ class RunOneToken(GraphPass):
             merge.update_arg(1, None)
         graph_module.graph.erase_node(selection)
         return took
+
+
+def _merge_of(selection: fx.Node) -> fx.Node | None:
+    """The node that merges the selected tokens; None where the pass ran before."""
+    return next((user for user in selection.users if user.target is merge_tokens), None)
+
+
+def freeze_one_token(graph: fx.Graph, batch: int) -> None:
+    """Put numbers in place of the symbols in every node's shape: `batch` sequences with one token each."""
+    numbers = dict(zip(dimension_symbols(graph), (batch, 1), strict=True))
+    mode = FakeTensorMode()
+    for node in list(graph.nodes):
+        if "val" not in node.meta:
+            continue
+        node.meta["val"] = frozen_value(node.meta["val"], numbers, mode)
+        if isinstance(node.meta["val"], int | float):
+            replace_by_constant(node, node.meta["val"], list(node.users))
+            graph.erase_node(node)

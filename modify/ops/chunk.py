@@ -9,6 +9,7 @@ routed block runs, `G` heads of keys and values of size `d`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -230,3 +231,58 @@ def select_token(
 def merge_token(took: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
     """Return `[B, 1, D]`: of `rows` where the token runs, `took` `[B, 1]`, and of `skipped` elsewhere."""
     return torch.where(took.unsqueeze(-1), rows, skipped)
+
+
+class RowSelection(NamedTuple):
+    """Of `B` sequences with one new token each, the `n` that a routed block runs.
+
+    Attributes:
+        rows: `[n]` int64, distinct sequences in ascending order; some may be there to fill up.
+        valid: `[n]` bool, False for a fill-up sequence, whose result is discarded.
+        took: `[B, 1]` bool, see `TokenSelection`.
+        ran: `[B]` int64, see `TokenSelection`.
+        overflow: `[B]` int64, 1 where the token was to run, and found no room in its predictor's limit or in `n`.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    took: Tensor
+    ran: Tensor
+    overflow: Tensor
+
+
+def row_limit(capacity: float, slack: float, batch: int) -> int:
+    """Return how many of `batch` sequences a routed block runs in a step: `ceil(slack * capacity * batch)`."""
+    return min(batch, max(1, math.ceil(round(slack * capacity * batch, 6))))
+
+
+def select_rows(
+    limit: int,
+    logits: Tensor,
+    threshold: Tensor,
+    capacity: float,
+    slack: float,
+    keep_first: int,
+    positions: Tensor,
+    padding: Tensor,
+    in_chunk: Tensor,
+) -> RowSelection:
+    """`select_token` for at most `limit` sequences: those of the highest predictor logits."""
+    token = select_token(logits, threshold, capacity, slack, keep_first, positions, padding, in_chunk)
+    wanted = token.took.squeeze(1)
+    best = torch.where(wanted, logits.float().squeeze(1), torch.finfo(torch.float32).min).topk(limit).indices
+    rows = best.topk(limit, largest=False).values  # in order
+    valid = wanted.index_select(0, rows)
+    ran = torch.zeros_like(token.ran).index_put((rows,), valid.long())
+    return RowSelection(rows, valid, (ran > 0).unsqueeze(1), ran, token.overflow + token.ran - ran)
+
+
+def take_rows(x: Tensor, selection: RowSelection) -> Tensor:
+    """Return the selected sequences of `x`, `[B, ..]`; all of it where the sequences share it, `[1, ..]`."""
+    return x if x.shape[0] == 1 else x.index_select(0, selection.rows)
+
+
+def merge_rows_of_batch(skipped: Tensor, selection: RowSelection, rows: Tensor) -> Tensor:
+    """Return `skipped`, `[B, 1, D]`, with the block's `rows`, `[n, 1, D]`, in the sequences that it really ran."""
+    kept = torch.where(selection.valid[:, None, None], rows, take_rows(skipped, selection))
+    return skipped.index_copy(0, selection.rows, kept)
