@@ -1,4 +1,4 @@
-"""Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime.
+"""Deployment: prefill and generation bundles in ONNX, TensorRT engines, their checks and their runtime.
 
 The runtime's own modules (`engine`, `bundle`, and `benchmark` for ONNX bundles) use numpy and onnxruntime only. For
 now, importing the package `modify` still loads torch and transformers.
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modify.export.benchmark import BenchReport, bench, bench_eager
     from modify.export.bundle import Manifest, read_manifest
     from modify.export.engine import Engine, load_engine
+    from modify.export.generation import GenerationReport, export_generation
     from modify.export.onnx_prefill import OnnxReport, to_onnx
     from modify.export.prefill import lower_prefill
     from modify.export.tensorrt_prefill import TensorRTReport, to_tensorrt
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BenchReport",
     "Engine",
+    "GenerationReport",
     "Manifest",
     "OnnxReport",
     "TensorRTReport",
     "bench",
     "bench_eager",
+    "export_generation",
     "load_engine",
     "lower_prefill",
     "read_manifest",
@@ -41,6 +44,8 @@ _HOMES = {
     "read_manifest": "bundle",
     "Engine": "engine",
     "load_engine": "engine",
+    "GenerationReport": "generation",
+    "export_generation": "generation",
     "OnnxReport": "onnx_prefill",
     "to_onnx": "onnx_prefill",
     "lower_prefill": "prefill",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -46,6 +46,9 @@ from modify.modeling import MoDForCausalLM
 from modify.ops.chunk import select_in_chunk
 from modify.ops.routing import PREDICTOR_CHUNK
 from modify.storage import atomic_directory
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 # Tokens that the graphs are compared with PyTorch on, in every way that they can be run: more than one predictor chunk.
 _PARITY_LENGTH = PREDICTOR_CHUNK + 44
@@ -120,7 +123,9 @@ def export_generation(
     """
     routing = _check_options(model, batch, length, chunk, routing)
     if limit_rows and batch == 1:
-        raise ExportError("limit_rows needs several sequences; with batch=1 a block that is skipped costs nothing")
+        raise ExportError(
+            "limit_rows needs several sequences; with batch=1 a block that is skipped costs nothing"
+        )
     stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder, evaluation_mode(model):
         stages.begin("lowering")
@@ -174,7 +179,7 @@ def export_generation(
             routed_blocks=_routed_blocks(lowered),
             parity=parity,
             opset=opset,
-            tensorrt_obstacles=tuple(o for proto in protos.values() for o in tensorrt_obstacles(proto)),
+            tensorrt_obstacles=_tensorrt_obstacles(protos.values(), fixed_slots),
             versions=software_versions(),
             files={},
             vocabulary=_vocabulary(lowered),
@@ -247,6 +252,11 @@ def _routed_blocks(lowered: fx.GraphModule) -> tuple[RoutedBlock, ...]:
         )
         for block, node in routed_blocks_of(lowered).items()
     )
+
+
+def _tensorrt_obstacles(protos: Iterable[ModelProto], fixed_slots: bool) -> tuple[str, ...]:
+    growing = () if fixed_slots else ("its caches grow with the sequences; export it with fixed slots",)
+    return growing + tuple(obstacle for proto in protos for obstacle in tensorrt_obstacles(proto))
 
 
 def _graph_spec(model: ChunkModel) -> GraphSpec:

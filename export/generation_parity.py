@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 _SINGLE_STEPS = 48  # tokens that are decoded one by one
-_NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
 DIAGNOSIS = "diagnosis.onnx"
 
 
@@ -75,8 +74,9 @@ class _Generation:
         self.batch = batch
         self.positions: list[NDArray[np.int64]] = []  # of the tokens whose logits are known, -1 for none
         self.logits: list[NDArray[np.float32]] = []
-        self.scores: dict[int, list[NDArray[np.float32]]] = {}
-        self.took: dict[int, list[NDArray[np.bool_]]] = {}
+        # By block, per run: of each sequence's `S` tokens, of which so many are real.
+        self.scores: dict[int, list[tuple[NDArray[Any], NDArray[np.int64]]]] = {}
+        self.took: dict[int, list[tuple[NDArray[Any], NDArray[np.int64]]]] = {}
 
     def run(self, runner: ChunkRunner, tokens: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         """Run some new tokens of each sequence, and return the likeliest next ones, `[B]`."""
@@ -138,7 +138,9 @@ def check_generation(
         rows = [row[real].numpy() for row, real in zip(batch.input_ids, batch.real(), strict=True)]
         for how, ids, generation in _runs(runners, states, rows):
             padded = _padded(f"{batch.name}, {how}", ids)
-            found.append(_compare(padded, generation, reference, tolerance, predictor_slack, rows_are_limited))
+            found.append(
+                _compare(padded, generation, reference, tolerance, predictor_slack, rows_are_limited)
+            )
     return tuple(found)
 
 
@@ -211,7 +213,7 @@ def _compare(
     score_difference = max(
         (_score_difference(scores[block], seen[block].scores, real) for block in scores), default=0.0
     )
-    called_for, called = follow(reference, batch, scores, predictor_slack)
+    _, called = follow(reference, batch, scores, predictor_slack)
     for block, mask in took.items():
         wanted = _mask(called[block].given, real)
         if bool((mask & ~wanted).any()) or (not rows_are_limited and not torch.equal(mask, wanted)):

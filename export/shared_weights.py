@@ -32,7 +32,8 @@ def save_with_shared_weights(models: Mapping[str, onnx_ir.Model], folder: Path) 
                 if tensor is None or tensor.nbytes < _LEAST_BYTES:
                     continue
                 data = tensor.tobytes()
-                key = tensor.dtype, tuple(tensor.shape), hashlib.sha256(data).digest()
+                shape: Any = tensor.shape
+                key = tensor.dtype, tuple(shape), hashlib.sha256(data).digest()
                 if key not in stored:
                     file.write(b"\0" * (-file.tell() % _PAGE))
                     stored[key] = onnx_ir.ExternalTensor(
@@ -40,7 +41,7 @@ def save_with_shared_weights(models: Mapping[str, onnx_ir.Model], folder: Path) 
                         file.tell(),
                         len(data),
                         tensor.dtype,
-                        shape=tensor.shape,
+                        shape=shape,
                         name=value.name or "",
                         base_dir=folder,
                     )

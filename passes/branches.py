@@ -67,7 +67,11 @@ class _Branches:
         inputs = _inputs_of(run, [])
         values = [output.meta["val"] for output in outputs]
         nothing = NoRows([value.shape for value in values], [value.dtype for value in values])
-        first_use = next(n for n in self.graph.nodes if any(output in n.all_input_nodes for output in outputs) and n not in run)
+        first_use = next(
+            n
+            for n in self.graph.nodes
+            if any(output in n.all_input_nodes for output in outputs) and n not in run
+        )
         self._run_if("keys_values", self._body(run, inputs, outputs), nothing, inputs, first_use, outputs)
         for node in reversed(run):
             self.graph.erase_node(node)
@@ -77,17 +81,23 @@ class _Branches:
         inside: set[fx.Node] = set()
         for node in reversed(list(self.graph.nodes)):
             is_result = node in results and set(users).issuperset(node.users)
-            if node.op in ("call_module", "call_function", "get_attr") and node.users and (
-                is_result or inside.issuperset(node.users)
+            if (
+                node.op in ("call_module", "call_function", "get_attr")
+                and node.users
+                and (is_result or inside.issuperset(node.users))
             ):
                 inside.add(node)
-        for node in self.graph.nodes:  # an element of a tuple that comes from outside: a branch takes tensors only
+        for (
+            node
+        ) in self.graph.nodes:  # an element of a tuple that comes from outside: a branch takes tensors only
             if any(n not in inside and isinstance(n.meta["val"], tuple) for n in node.all_input_nodes):
                 inside.discard(node)
         return [node for node in self.graph.nodes if node in inside]
 
-    def _body(self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-        """What a branch runs: `nodes`, or just the results, given `inputs`; returns one tensor, or a tuple of several."""
+    def _body(
+        self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """What a branch runs: `nodes`, if any, given `inputs`; it returns one tensor, or a tuple of several."""
         body = fx.Graph()
         values = {node: body.placeholder(node.name) for node in inputs}
         for node in nodes:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from modify.errors import PassError
 from modify.ops.cached import running_rows
 from modify.ops.chunk import (
     merge_rows_of_batch,
     row_limit,
+    rows_to_hold,
     select_in_chunk,
     select_rows,
     slot_mask,
@@ -25,7 +27,6 @@ from modify.ops.split_block import BATCH, LENGTH, SplitBlock
 from modify.passes.base import (
     GraphPass,
     GraphPassResult,
-    ancestors,
     block_calls,
     calls_of,
     dimension_symbols,
@@ -76,11 +77,12 @@ class LimitRows(GraphPass):
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
         """See the class."""
         graph = graph_module.graph
-        selections = [
-            (node, limit)
-            for node in calls_of(graph, select_in_chunk)
-            if (limit := row_limit(*node.args[2:4], self.batch)) < self.batch
-        ]
+        selections = []
+        for node in calls_of(graph, select_in_chunk):
+            _, _, capacity, slack, *_ = node.args
+            limit = row_limit(capacity, slack, self.batch)
+            if limit < self.batch:
+                selections.append((node, limit))
         if not selections:
             return GraphPassResult(graph_module, False)
         if not dimension_symbols(graph)[1].is_number:
@@ -108,9 +110,10 @@ class _Limited:
         index = self.old.meta["routes"]
         merge = next(user for user in self.old.users if user.target is merge_tokens)
         for gather in [user for user in self.old.users if user.target is gather_tokens]:
-            gather.replace_all_uses_with(self._take(gather, gather.args[0]))  # type: ignore[arg-type]
+            gather.replace_all_uses_with(self._take(gather, gather.args[0]))
             self.graph.erase_node(gather)
-        keys, values, *others = self.block.kwargs["shared"]  # type: ignore[misc]
+        shared: Any = self.block.kwargs["shared"]
+        keys, values, *others = shared
         (computed,) = {n for n in self.graph.nodes if n.meta.get("keys_values_of") == index}
         if "of_selected" in computed.meta:
             self._limit_keys_and_values(computed)
@@ -141,7 +144,9 @@ class _Limited:
     def _take(self, anchor: fx.Node, x: fx.Node) -> fx.Node:
         first = expression(x.meta["val"].shape[0])
         if first not in (1, self.batch):
-            raise self._error(f"of {x}, whose first dimension is {first}, sequences cannot be taken")
+            raise PassError(
+                f"{self.made_by}: of {x}, whose first dimension is {first}, sequences cannot be taken"
+            )
         if first == 1:
             return x
         if x not in self.taken:
@@ -165,11 +170,12 @@ class _Limited:
         rows = self._build(self.selection.next).function(
             getattr, self.selection, "rows", name=f"row_numbers_{self.old.meta['routes']}"
         )
-        writes = [node for node in calls_of(self.graph, write_slots) if computed in ancestors(node.args[1])]
-        slots: fx.Node = writes[0].args[2]  # type: ignore[assignment]
-        slots.update_arg(0, self._take(slots, slots.args[0]))  # type: ignore[arg-type]
+        kept = next(user for item in computed.users for user in item.users if user.target is rows_to_hold)
+        write = next(user for user in kept.users if user.target is write_slots)
+        slots: Any = write.args[2]
+        slots.update_arg(0, self._take(slots, slots.args[0]))
         for user in list(slots.users):
             if user.target in (write_slots, write_positions):
                 user.args = (*user.args, rows)
             elif user.target is slot_mask and len(user.args) > 4:  # positions of what is held
-                user.update_arg(4, self._take(user, user.args[4]))  # type: ignore[arg-type]
+                user.update_arg(4, self._take(user, user.args[4]))

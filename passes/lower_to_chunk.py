@@ -228,17 +228,21 @@ class _Lowering:
             ran = self._before(old, of_block, self.inputs["in_chunk"], number, name=f"in_chunk_{number}")
             args = (*old.args[:5], self.positions, self.padding, ran)
             new = self._before(old, select_in_chunk, *args, name=old.name)
-        limit = (
-            predictor_slots(*old.args[2:4], self.length) if old.target is select_predicted else self.length
-        )
+        scores, *rest = old.args
+        limit: Any = self.length
+        if old.target is select_predicted:
+            _, capacity, slack, *_ = rest
+            limit = predictor_slots(capacity, slack, self.length)
+        assert isinstance(scores, fx.Node)
         # The scores come from the module `routers.7` or `predictors.7`.
-        new.meta |= {"most_tokens": limit, "routes": int(old.args[0].target.rpartition(".")[2])}
+        new.meta |= {"most_tokens": limit, "routes": int(str(scores.target).rpartition(".")[2])}
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         self.selections.append(new)
 
     def _lower_block(self, index: int, block: fx.Node) -> None:
-        keys, values, *others = block.kwargs["shared"]  # type: ignore[misc]
+        shared: Any = block.kwargs["shared"]
+        keys, values, *others = shared
         (computed,) = keys.all_input_nodes
         computed.args, computed.kwargs = fx.map_arg(
             (computed.args, computed.kwargs), lambda node: None if node.target in _MASKS else node
@@ -260,8 +264,8 @@ class _Lowering:
         module = self.graph_module.get_submodule(str(block.target))
         assert isinstance(module, SplitBlock)
         held: list[fx.Node] = []
-        for kind, new, shared in zip(("keys", "values"), (keys, values), module.parts.shared, strict=False):
-            dim, repeats = shared.token_dim, shared.repeats
+        for kind, new, part in zip(("keys", "values"), (keys, values), module.parts.shared, strict=False):
+            dim, repeats = part.token_dim, part.repeats
             assert dim is not None
             value = new.meta["val"]
             shape = value.shape[1] // repeats, most + 1, value.shape[5 - dim]
@@ -294,7 +298,7 @@ class _Lowering:
         tokens = mask.args[0] if mask.target is query_mask else selection
         key = (window, dtype, tokens)
         if key not in self.masks:
-            anchor, extra = mask, ()
+            anchor, extra = mask, tuple[fx.Node, ...]()
             if selection is not None and window is not None:
                 extra = self._positions(index, slots, block, selection)
                 anchor = block
