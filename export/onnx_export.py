@@ -22,6 +22,7 @@ from modify.config import MoDConfig
 from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.engine import import_onnxruntime
+from modify.export.onnx_rewrites import divide_by_roots
 from modify.ops.modules import RandomRouter
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def export_graph(
             raise ExportError(f"torch.onnx cannot export the graph: {root_cause(error)}") from error
     assert program is not None
     strip_metadata(program.model)
+    divide_by_roots(program.model)
     return program.model
 
 

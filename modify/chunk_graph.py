@@ -17,9 +17,7 @@ from modify.errors import CacheError
 from modify.modeling import MoDForCausalLM
 from modify.ops.split_block import BlockParts, SplitBlock
 from modify.passes.base import block_calls
-from modify.passes.limit_rows import LimitRows
-from modify.passes.pipelines import CHUNK, DENSE, build
-from modify.passes.run_one_token import RunOneToken
+from modify.passes.pipelines import CHUNK, DECODE, DECODE_LIMITED, DENSE, build
 from modify.passes.runner import copy_graph, run_passes
 
 ChunkRouting = Literal["predictor", "dense"]
@@ -95,5 +93,5 @@ def one_token_graph(chunk: fx.GraphModule, *, batch: int, limit_rows: bool = Fal
     Raises:
         PassError: it is no chunk graph.
     """
-    passes = [LimitRows(batch=batch)] * limit_rows + [RunOneToken(batch=batch)]
-    return run_passes(chunk, passes)[0]
+    pipeline = DECODE_LIMITED if limit_rows else DECODE
+    return run_passes(chunk, build(pipeline, {"batch": batch}))[0]

@@ -46,9 +46,11 @@ from modify.passes.base import (
     longest_sequence,
     placeholder,
     routing_of,
+    sequence_input,
 )
 from modify.passes.builder import Builder, symbolic_tensor
 from modify.passes.lower_to_cached import argument_about_keys
+from modify.passes.part_calls import shared_values
 
 # Where the lowered graph's meta says what it takes and returns beside tokens and logits.
 CHUNK_STATES = "chunk_states"
@@ -99,7 +101,7 @@ class LowerToChunk(GraphPass):
         slots   = slots_of_chunk(seen, input_ids)
         mask    = slot_mask(keys_0, slots, None, torch.bool)              # [B, 1, S, T]
         kv0     = model.layers.0(h0, .., part='keys_values')
-        keys    = write_slots(keys_0, rows_to_hold(kv0[0], 2, 1), slots)  # [B, G, T, d]; values alike
+        keys    = write_slots(keys_0, rows_to_hold(kv0[0], 2), slots)     # [B, G, T, d]; values alike
         h1      = model.layers.0(h0, attention_mask=mask, .., part='rest', shared=(keys, values, kv0[2]))
         tokens  = select_in_chunk(predicted, threshold, 0.125, 1.25, 1, positions, padding, in_chunk[:, 0])
         inner   = gather_tokens(h1, tokens)
@@ -247,30 +249,33 @@ class _Lowering:
         computed.args, computed.kwargs = fx.map_arg(
             (computed.args, computed.kwargs), lambda node: None if node.target in _MASKS else node
         )
+        module = self.graph_module.get_submodule(str(block.target))
+        assert isinstance(module, SplitBlock)
         selection = self._selection_of(computed)
+        # Parts over a cache compute each of several equal heads once, other than those that the graph was made with.
+        hidden = sequence_input(block) if selection is None else block_input(block)
+        computed.meta["val"] = shared_values(module.parts, hidden)
+        keys.meta["val"], values.meta["val"], *_ = computed.meta["val"]
         slots, most, name = self.slots, self.length, "slots"
         if selection is not None:
-            inner = block_input(block)
             start = self._before(
-                inner.next,
+                hidden.next,
                 of_block,
                 self.inputs["ran"],
                 self.selections.index(selection),
                 name=f"ran_{index}",
             )
-            slots = self._before(start.next, slots_of_chunk, start, inner, name=f"slots_{index}")
+            slots = self._before(start.next, slots_of_chunk, start, hidden, name=f"slots_{index}")
             most, name = selection.meta["most_tokens"], f"slots_{index}"
             computed.meta["of_selected"] = True
-        module = self.graph_module.get_submodule(str(block.target))
-        assert isinstance(module, SplitBlock)
         held: list[fx.Node] = []
         for kind, new, part in zip(("keys", "values"), (keys, values), module.parts.shared, strict=False):
-            dim, repeats = part.token_dim, part.repeats
+            dim = part.token_dim
             assert dim is not None
             value = new.meta["val"]
-            shape = value.shape[1] // repeats, most + 1, value.shape[5 - dim]
+            shape = value.shape[1], most + 1, value.shape[5 - dim]
             state = ChunkState(f"{kind}_{index}", shape, value.dtype, 2, name)
-            rows = self._before(block, rows_to_hold, new, dim, repeats, name=f"{kind}_rows_{index}")
+            rows = self._before(block, rows_to_hold, new, dim, name=f"{kind}_rows_{index}")
             written = self._before(
                 block, write_slots, self._input(state), rows, slots, name=f"{kind}_{index}_next"
             )

@@ -6,13 +6,25 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from modify.ops.routing import gather_tokens
-from modify.ops.split_block import BATCH, LENGTH, PartName, SplitBlock
+from modify.ops.split_block import BATCH, LENGTH, BlockParts, PartName, SplitBlock
 from modify.passes.base import block_input, expression, nodes_in
 from modify.passes.builder import Builder, symbolic_tensor
+
+
+def shared_values(parts: BlockParts, hidden: fx.Node) -> tuple[Tensor, ...]:
+    """Return what the first part of a block computes of the hidden states `[B, S, D]`, as tensors without values."""
+    like = hidden.meta["val"]
+    symbols = {BATCH: expression(like.shape[0]), LENGTH: expression(like.shape[1])}
+    return tuple(
+        symbolic_tensor(
+            hidden.graph, [size.subs(symbols) for size in part.shape], part.dtype or like.dtype, like.device
+        )
+        for part in parts.shared
+    )
 
 
 def call_in_parts(
@@ -50,14 +62,7 @@ def call_in_parts(
         return tree_unflatten([leaf(*item) for item in enumerate(leaves)], spec)
 
     args, kwargs = call("keys_values")
-    like = hidden.meta["val"]
-    symbols = {BATCH: expression(like.shape[0]), LENGTH: expression(like.shape[1])}
-    value = tuple(
-        symbolic_tensor(
-            block.graph, [size.subs(symbols) for size in part.shape], part.dtype or like.dtype, like.device
-        )
-        for part in parts.shared
-    )
+    value = shared_values(parts, hidden)
     kwargs["part"] = "keys_values"
     computed = build.module_of_value(str(block.target), args, kwargs, value, name=f"keys_values_{index}")
     computed.meta["keys_values_of"] = index

@@ -26,7 +26,7 @@ class RunOneToken(GraphPass):
         tokens  = select_in_chunk(predicted, threshold, 0.125, 1.25, 1, positions, padding, in_chunk)
         inner   = gather_tokens(h1, tokens)
         kv      = model.layers.1(inner, .., part='keys_values')
-        keys    = write_slots(keys_1, rows_to_hold(kv[0], 2, 1), slots_1)
+        keys    = write_slots(keys_1, rows_to_hold(kv[0], 2), slots_1)
         update  = model.layers.1(inner, .., part='rest', shared=(keys, values, kv[2]))
         gate    = gates.1(gather_tokens(scores, tokens))
         h2      = merge_tokens(h1, tokens, inner, update, gate)

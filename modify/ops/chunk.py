@@ -107,15 +107,8 @@ def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
     return start.unsqueeze(1) + torch.arange(like.shape[dim], device=start.device)
 
 
-def rows_to_hold(new: Tensor, token_dim: int, repeats: int) -> Tensor:
-    """Return what is kept of new tokens' keys or values: `[B, G, k, d]`.
-
-    Args:
-        new: `[B, G * repeats, k, d]`, or with the last two dimensions swapped.
-        token_dim: the dimension of `new` that is the tokens, 2 or 3.
-        repeats: how many heads in a row are equal; one of them is kept.
-    """
-    new = new if repeats == 1 else new[:, ::repeats]
+def rows_to_hold(new: Tensor, token_dim: int) -> Tensor:
+    """Return new tokens' keys or values, `[B, G, k, d]` or with the last two dimensions swapped, as `[B, G, k, d]`."""
     return new if token_dim == 2 else new.transpose(2, 3)
 
 
