@@ -87,9 +87,8 @@ class _Branches:
                 and (is_result or inside.issuperset(node.users))
             ):
                 inside.add(node)
-        for (
-            node
-        ) in self.graph.nodes:  # an element of a tuple that comes from outside: a branch takes tensors only
+        # An element of a tuple that comes from outside stays there: a branch takes tensors only.
+        for node in self.graph.nodes:
             if any(n not in inside and isinstance(n.meta["val"], tuple) for n in node.all_input_nodes):
                 inside.discard(node)
         return [node for node in self.graph.nodes if node in inside]
