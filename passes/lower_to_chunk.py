@@ -98,7 +98,7 @@ class LowerToChunk(GraphPass):
 
     After, with the inputs `input_ids`, `count`, `seen`, `ran`, `in_chunk`, `overflow`, `keys_0`, `values_0`, ..::
 
-        slots   = slots_of_chunk(seen, input_ids)
+        slots   = slots_of_chunk(unsqueeze(seen, 1), input_ids)
         mask    = slot_mask(keys_0, slots, None, torch.bool)              # [B, 1, S, T]
         kv0     = model.layers.0(h0, .., part='keys_values')
         keys    = write_slots(keys_0, rows_to_hold(kv0[0], 2), slots)     # [B, G, T, d]; values alike
@@ -187,7 +187,8 @@ class _Lowering:
             first, chunk_positions, self.seen, self.ids, longest_sequence(self.graph), name="positions"
         )
         self.padding = self._before(first, chunk_padding, self.count, self.ids, name="padding")
-        self.slots = self._before(first, slots_of_chunk, self.seen, self.ids, name="slots")
+        start = self._before(first, torch.unsqueeze, self.seen, 1, name="start")
+        self.slots = self._before(first, slots_of_chunk, start, self.ids, name="slots")
         self._replace_inputs()
         for selection in selections:
             self._select(selection)

@@ -52,14 +52,21 @@ def test_rows_are_those_of_the_highest_logits():
     logits = torch.tensor([[2.0], [-1.0], [5.0], [3.0]])
     zeros = torch.zeros(4, dtype=torch.int64)
     padding = torch.tensor([[1], [1], [1], [0]])
-    chosen = select_rows(2, logits, torch.tensor(0.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros)
+    chosen = select_rows(
+        2, logits, torch.tensor(0.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros[:, None]
+    )
     assert chosen.rows.tolist() == [0, 2]
     assert chosen.valid.tolist() == [True, True]
-    chosen = select_rows(2, logits, torch.tensor(4.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros)
+    chosen = select_rows(
+        2, logits, torch.tensor(4.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros[:, None]
+    )
     assert chosen.took.squeeze(1).tolist() == [False, False, True, False]
     assert chosen.valid.sum() == 1
-    chosen = select_rows(1, logits, torch.tensor(0.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros)
-    assert (chosen.ran.tolist(), chosen.overflow.tolist()) == ([0, 0, 1, 0], [1, 0, 0, 0])
+    chosen = select_rows(
+        1, logits, torch.tensor(0.0), 0.5, 1.0, 0, zeros[:, None] + 9, padding, zeros[:, None]
+    )
+    assert chosen.took.squeeze(1).tolist() == [False, False, True, False]
+    assert chosen.overflow.squeeze(1).tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

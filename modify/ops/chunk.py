@@ -28,8 +28,8 @@ class ChunkSelection(NamedTuple):
         valid: `[B, k]` bool, see `Selection`.
         padding: None: what is not real is never selected, and nobody reads it.
         took: `[B, S]` bool, which tokens run.
-        ran: `[B]` int64, how many run.
-        overflow: `[B]` int64, how many the predictor selected beyond its limit.
+        ran: `[B, 1]` int64, how many run.
+        overflow: `[B, 1]` int64, how many the predictor selected beyond its limit.
     """
 
     tokens: Tensor
@@ -81,30 +81,31 @@ def select_in_chunk(
         keep_first: see `select_predicted`.
         positions: `[B, S]`, from `chunk_positions`.
         padding: `[B, S]`, from `chunk_padding`.
-        in_chunk: `[B]`, how many tokens of the predictor chunk ran already.
+        in_chunk: `[B, 1]`, how many tokens of the predictor chunk ran already.
     """
     wanted = logits.float() > threshold
     if keep_first > 0:
         wanted = wanted | (positions < keep_first)
     wanted = wanted & (padding != 0)
     limit = chunk_limit(capacity, slack)
-    rank = wanted.long().cumsum(dim=1) + in_chunk.unsqueeze(1)
+    rank = wanted.long().cumsum(dim=1) + in_chunk
     selected = wanted & (rank <= limit)
     tokens, valid = compact(selected, torch.sym_min(logits.shape[1], limit))
-    ran = selected.long().sum(dim=1)
-    return ChunkSelection(tokens, valid, None, selected, ran, wanted.long().sum(dim=1) - ran)
+    ran = selected.long().sum(dim=1, keepdim=True)
+    overflow = wanted.long().sum(dim=1, keepdim=True) - ran
+    return ChunkSelection(tokens, valid, None, selected, ran, overflow)
 
 
 def select_whole_chunk(padding: Tensor) -> ChunkSelection:
     """Let every real token of the chunk run: a block of capacity 1."""
     tokens = torch.arange(padding.shape[1], device=padding.device).expand(padding.shape)
-    ran, real = padding.sum(dim=1), padding != 0
+    ran, real = padding.sum(dim=1, keepdim=True), padding != 0
     return ChunkSelection(tokens, real, None, real, ran, torch.zeros_like(ran))
 
 
 def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
-    """Return the slots that the tokens of `like` take, `[B, S]` int64, when `start`, `[B]`, are taken already."""
-    return start.unsqueeze(1) + torch.arange(like.shape[dim], device=start.device)
+    """Return the slots that the tokens of `like` take, `[B, S]` int64, when `start`, `[B, 1]`, are taken already."""
+    return start + torch.arange(like.shape[dim], device=start.device)
 
 
 def rows_to_hold(new: Tensor, token_dim: int) -> Tensor:
@@ -173,8 +174,8 @@ def slot_mask(
 
 
 def count_runs(before: Tensor, new: Sequence[Tensor]) -> Tensor:
-    """Return `before`, `[B, R]`, plus what each routed block adds, `[B]` each."""
-    return before + torch.stack(list(new), dim=1)
+    """Return `before`, `[B, R]`, plus what each routed block adds, `[B, 1]` each, numbers or truth values."""
+    return before + torch.cat(list(new), dim=1)
 
 
 def count_in_chunk(before: Tensor, new: Sequence[Tensor], seen: Tensor) -> Tensor:
@@ -183,8 +184,8 @@ def count_in_chunk(before: Tensor, new: Sequence[Tensor], seen: Tensor) -> Tenso
 
 
 def of_block(counts: Tensor, number: int) -> Tensor:
-    """Return column `number` of `[B, R]`: `[B]`."""
-    return counts[:, number]
+    """Return column `number` of `[B, R]`: `[B, 1]`."""
+    return counts[:, number : number + 1]
 
 
 class TokenSelection(NamedTuple):
@@ -192,8 +193,8 @@ class TokenSelection(NamedTuple):
 
     Attributes:
         took: `[B, 1]` bool.
-        ran: `[B]` int64, 1 where it runs.
-        overflow: `[B]` int64, 1 where the predictor selected it beyond its limit.
+        ran: the same.
+        overflow: `[B, 1]` bool, whether the predictor selected it beyond its limit.
     """
 
     took: Tensor
@@ -216,9 +217,8 @@ def select_token(
     if keep_first > 0:
         wanted = wanted | (positions < keep_first)
     wanted = wanted & (padding != 0)
-    took = wanted & (in_chunk < chunk_limit(capacity, slack)).unsqueeze(1)
-    ran = took.long().squeeze(1)
-    return TokenSelection(took, ran, wanted.long().squeeze(1) - ran)
+    took = wanted & (in_chunk < chunk_limit(capacity, slack))
+    return TokenSelection(took, took, wanted & ~took)
 
 
 def merge_token(took: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ class RowSelection(NamedTuple):
         rows: `[n]` int64, distinct sequences in ascending order; some may be there to fill up.
         valid: `[n]` bool, False for a fill-up sequence, whose result is discarded.
         took: `[B, 1]` bool, see `TokenSelection`.
-        ran: `[B]` int64, see `TokenSelection`.
-        overflow: `[B]` int64, 1 where the token was to run, and found no room in its predictor's limit or in `n`.
+        ran: the same.
+        overflow: `[B, 1]` bool, whether the token was to run, and found no room in its predictor's limit or in `n`.
     """
 
     rows: Tensor
@@ -266,8 +266,8 @@ def select_rows(
     best = torch.where(wanted, logits.float().squeeze(1), torch.finfo(torch.float32).min).topk(limit).indices
     rows = best.topk(limit, largest=False).values  # in order
     valid = wanted.index_select(0, rows)
-    ran = torch.zeros_like(token.ran).index_put((rows,), valid.long())
-    return RowSelection(rows, valid, (ran > 0).unsqueeze(1), ran, token.overflow + token.ran - ran)
+    took = torch.zeros_like(wanted).index_put((rows,), valid).unsqueeze(1)
+    return RowSelection(rows, valid, took, took, token.overflow | (token.took & ~took))
 
 
 def take_rows(x: Tensor, selection: RowSelection) -> Tensor:
