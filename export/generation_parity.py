@@ -136,7 +136,7 @@ def check_generation(
     found = []
     for batch in batches:
         rows = [row[real].numpy() for row, real in zip(batch.input_ids, batch.real(), strict=True)]
-        for how, ids, generation in _runs(runners, states, rows):
+        for how, ids, generation in _runs(runners, states, rows, rows_are_limited):
             padded = _padded(f"{batch.name}, {how}", ids)
             found.append(
                 _compare(padded, generation, reference, tolerance, predictor_slack, rows_are_limited)
@@ -145,7 +145,10 @@ def check_generation(
 
 
 def _runs(
-    runners: Mapping[int, ChunkRunner], states: Sequence[ChunkState], rows: Sequence[NDArray[np.int64]]
+    runners: Mapping[int, ChunkRunner],
+    states: Sequence[ChunkState],
+    rows: Sequence[NDArray[np.int64]],
+    rows_are_limited: bool,
 ) -> list[tuple[str, list[NDArray[np.int64]], _Generation]]:
     """Run the sequences in every way that there is: how, the tokens that were run, and what came out."""
     one, most = runners[1], max(runners)
@@ -153,7 +156,12 @@ def _runs(
     in_chunks = _Generation(states, len(rows))
     _prefill(in_chunks, runners[most], rows)
     single = _Generation(states, len(rows))
-    for position in range(min(_SINGLE_STEPS, max(map(len, rows)))):
+    start = int(
+        rows_are_limited
+    )  # first tokens run always, as far as there is room; in a prefill graph there is
+    if start:
+        single.run(runners[most], [row[:start] for row in rows])
+    for position in range(start, min(_SINGLE_STEPS, max(map(len, rows)))):
         single.run(one, [row[position : position + 1] for row in rows])
     greedy = _Generation(states, len(rows))
     tokens, generated = _prefill(greedy, runners[most], first), [list(row) for row in first]

@@ -59,6 +59,7 @@ class LimitRows(GraphPass):
 
     1. Sequences are chosen by their predictor's logits. Those that find no room skip the block, and are counted among
        the overflow: what a sequence gets depends on the others in the batch, unlike everywhere else.
+       First tokens, which run always, compete as well: let a prefill graph take them.
     2. A block for which the limit is the whole batch is left for `RunOneToken`.
 
     Args:
