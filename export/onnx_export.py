@@ -22,7 +22,7 @@ from modify.config import MoDConfig
 from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.engine import import_onnxruntime
-from modify.export.onnx_rewrites import divide_by_roots
+from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
 from modify.ops.modules import RandomRouter
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def export_graph(
     assert program is not None
     strip_metadata(program.model)
     divide_by_roots(program.model)
+    keep_weights_in_place(program.model)
     return program.model
 
 

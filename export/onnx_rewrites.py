@@ -34,3 +34,44 @@ def divide_by_roots(model: onnx_ir.Model) -> None:
                 old.name, new.name = None, name
                 break
     RemoveUnusedNodesPass()(model)
+
+
+def keep_weights_in_place(model: onnx_ir.Model) -> None:
+    """Replace `MatMul(x, Transpose(weight))` by `Gemm(x, weight, transB=1)`.
+
+    A head that shares the embedding's weight is exported so; a runtime would transpose the weight when it loads the
+    model, into a copy of its own beside the one in the file.
+    """
+    import numpy as np
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for graph in model.graphs():
+        for node in list(graph):
+            x, weight = (*node.inputs, None)[:2] if node.op_type == "MatMul" else (None, None)
+            transpose = None if weight is None else weight.producer()
+            if transpose is None or transpose.op_type != "Transpose" or x is None or x.shape is None:
+                continue
+            (stored,) = transpose.inputs
+            result = node.outputs[0]
+            if (
+                stored is None
+                or not stored.is_initializer()
+                or result.shape is None
+                or len(stored.shape) != 2
+            ):
+                continue
+            shapes = [(-1, int(stored.shape[1])), tuple(result.shape)]
+            if not all(isinstance(size, int) for size in shapes[1]):
+                continue
+            constants = [onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(np.array(s))}) for s in shapes]
+            flat = onnx_ir.node("Reshape", [x, constants[0].outputs[0]])
+            product = onnx_ir.node("Gemm", [flat.outputs[0], stored], {"transB": 1})
+            back = onnx_ir.node("Reshape", [product.outputs[0], constants[1].outputs[0]])
+            new = back.outputs[0]
+            new.shape, new.type, name = result.shape, result.type, result.name
+            graph.insert_before(node, [*constants, flat, product, back])
+            onnx_ir.convenience.replace_all_uses_with(result, new, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+            result.name, new.name = None, name
+    RemoveUnusedNodesPass()(model)
