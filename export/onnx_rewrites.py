@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -52,18 +52,13 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
             transpose = None if weight is None else weight.producer()
             if transpose is None or transpose.op_type != "Transpose" or x is None or x.shape is None:
                 continue
-            (stored,) = transpose.inputs
+            stored: Any = transpose.inputs[0]
             result = node.outputs[0]
-            if (
-                stored is None
-                or not stored.is_initializer()
-                or result.shape is None
-                or len(stored.shape) != 2
-            ):
+            if not stored.is_initializer() or len(stored.shape) != 2 or result.shape is None:
                 continue
-            shapes = [(-1, int(stored.shape[1])), tuple(result.shape)]
-            if not all(isinstance(size, int) for size in shapes[1]):
+            if not result.shape.is_static():
                 continue
+            shapes = [(-1, stored.shape[1]), result.shape.numpy()]
             constants = [onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(np.array(s))}) for s in shapes]
             flat = onnx_ir.node("Reshape", [x, constants[0].outputs[0]])
             product = onnx_ir.node("Gemm", [flat.outputs[0], stored], {"transB": 1})
