@@ -1,4 +1,4 @@
-"""Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime.
+"""Deployment: prefill and generation bundles in ONNX, TensorRT engines, their checks and their runtime.
 
 What runs a bundle (`load_engine`, `generate_text`, and `bench` for ONNX bundles) loads neither torch nor transformers.
 """

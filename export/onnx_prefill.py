@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 import os
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-import modify
 from modify.blocks import evaluation_mode
-from modify.checkpoint import load_tokenizer
-from modify.config import MoDConfig
-from modify.data import pack, read_texts
-from modify.errors import CheckpointError, ExportError, first_line
+from modify.errors import ExportError
 from modify.export.bundle import Manifest, RoutedBlock, TensorSpec, copy_companions, write_manifest
 from modify.export.engine import create_session, import_onnxruntime
+from modify.export.onnx_export import (
+    Stages,
+    TokenIds,
+    check_exportable,
+    checkpoint_of,
+    export_graph,
+    fit_text,
+    load_proto,
+    prose,
+    slack_of,
+    software_versions,
+    vocabulary_of,
+)
 from modify.export.operators import check_operators, tensorrt_obstacles
 from modify.export.parity import Batch, Decision, check_parity
 from modify.export.prefill import Logits, Routing, Selector, lower_prefill, selectors
 from modify.flops import count_flops, static_experts
-from modify.ops.modules import RandomRouter
 from modify.passes.runner import copy_graph
 from modify.storage import atomic_directory
 
 if TYPE_CHECKING:
+    import numpy as np
     from onnx import ModelProto
 
 MODEL = "model.onnx"
 _DIAGNOSIS = "diagnosis.onnx"
-
-TokenIds = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,14 +115,14 @@ def to_onnx(
         ExportError: an option does not suit the model, the model cannot be exported, or a check failed.
         StorageError: `path` exists or cannot be written.
     """
-    stages = _Stages(progress)
+    stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder:
         stages.begin("lowering")
         import_onnxruntime()
-        origin = _source(model, source)
+        origin = checkpoint_of(model, source)
         graph = _graph_of(model, routing)
         if predictor_slack is None:
-            predictor_slack = _predictor_slack(model)
+            predictor_slack = slack_of(model)
         lowered = lower_prefill(
             graph,
             batch=batch,
@@ -130,17 +132,17 @@ def to_onnx(
             padding=padding,
             predictor_slack=predictor_slack,
         )
-        _check_exportable(lowered)
+        check_exportable(lowered)
         real = {} if verify_inputs is None else {"text": torch.as_tensor(verify_inputs)}
         if verify_inputs is None and origin is not None:
-            real = _prose(origin, batch * length)
+            real = prose(origin, batch * length)
         batches = _batches(lowered, batch, length, padding, real)
         with evaluation_mode(graph):
             stages.begin("exporting")
             with static_experts(lowered):
                 _export(lowered, batches[0], opset, folder / MODEL)
             stages.begin("checking operators")
-            proto = _load(folder / MODEL)
+            proto = load_proto(folder / MODEL)
             check_operators(proto)
             stages.begin("comparing with PyTorch")
             parity = check_parity(
@@ -175,33 +177,11 @@ def to_onnx(
             parity=parity,
             opset=opset,
             tensorrt_obstacles=tensorrt_obstacles(proto),
-            versions=_versions(),
+            versions=software_versions(),
             files={},
         )
         manifest = write_manifest(folder, manifest)
     return OnnxReport(path=Path(path), manifest=manifest, seconds=stages.end())
-
-
-class _Stages:
-    """Reports each stage as it begins, and times it."""
-
-    def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-        self.current = ""
-        self.start = 0.0
-
-    def begin(self, stage: str) -> None:
-        self.end()
-        self.current, self.start = stage, time.perf_counter()
-        if self.progress is not None:
-            self.progress(stage)
-
-    def end(self) -> dict[str, float]:
-        if self.current:
-            self.seconds[self.current] = round(time.perf_counter() - self.start, 3)
-        self.current = ""
-        return self.seconds
 
 
 def _graph_of(model: nn.Module, routing: str) -> fx.GraphModule:
@@ -217,51 +197,14 @@ def _graph_of(model: nn.Module, routing: str) -> fx.GraphModule:
     return graph
 
 
-def _predictor_slack(model: nn.Module) -> float:
-    """The slack that the model was converted with."""
-    known = model.meta if isinstance(model, fx.GraphModule) else vars(model)
-    config: MoDConfig = known.get("mod_config") or MoDConfig()
-    return config.predictor_slack
-
-
-def _check_exportable(graph: fx.GraphModule) -> None:
-    for name, tensor in graph.named_parameters():
-        if tensor.is_meta:
-            raise ExportError(
-                f"parameter {name} is on the meta device; load the model's weights before exporting it"
-            )
-        if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            raise ExportError(
-                f"parameter {name} is {str(tensor.dtype).removeprefix('torch.')}; "
-                "load the model in float32 to export it"
-            )
-    for name, module in graph.named_modules():
-        if isinstance(module, RandomRouter):
-            raise ExportError(
-                f"{name} routes at random (routing='random'), which is a control and cannot be exported"
-            )
-
-
-def _vocabulary(graph: fx.GraphModule) -> int:
-    """Token ids below this are valid."""
-    logits: Any = graph.graph.output_node().args[0]
-    sizes = [logits.meta["val"].shape[-1]]
-    (ids,) = (node for node in graph.graph.find_nodes(op="placeholder") if node.target == "input_ids")
-    for user in ids.users:
-        if user.op == "call_module":
-            module = graph.get_submodule(user.target)
-            sizes += [module.num_embeddings] if isinstance(module, nn.Embedding) else []
-    return int(min(sizes))
-
-
 def _batches(
     graph: fx.GraphModule, batch: int, length: int, padding: bool, real: dict[str, Tensor]
 ) -> list[Batch]:
     """What to compare on: random ids, real text, and both right-padded to several lengths."""
-    vocabulary = _vocabulary(graph)
+    vocabulary = vocabulary_of(graph)
     generator = torch.Generator().manual_seed(0)
     ids = {"random": torch.randint(vocabulary, (batch, length), generator=generator)}
-    ids |= {kind: _fit(kind, tokens, batch, length, vocabulary) for kind, tokens in real.items()}
+    ids |= {kind: fit_text(kind, tokens, batch, length, vocabulary) for kind, tokens in real.items()}
     full = torch.ones(batch, length, dtype=torch.int64)
     if not padding:
         return [Batch(name=name, input_ids=rows, attention_mask=None) for name, rows in ids.items()]
@@ -272,26 +215,6 @@ def _batches(
         for name, rows in ids.items()
         for suffix, mask in (("", full), (", padded", padded))
     ]
-
-
-def _prose(source: Path, count: int) -> dict[str, Tensor]:
-    """`count` tokens of real text, or fewer; nothing where the checkpoint has no tokenizer that loads."""
-    try:
-        tokenizer = load_tokenizer(source)
-    except CheckpointError:
-        return {}
-    # Rows of two tokens, so that short text is no error: it is repeated.
-    return {"prose": pack(read_texts("pydoc"), tokenizer, 2, limit_tokens=count + 1).rows.flatten()}
-
-
-def _fit(kind: str, text: Tensor, batch: int, length: int, vocabulary: int) -> Tensor:
-    if text.numel() == 0 or text.is_floating_point() or text.dtype == torch.bool:
-        raise ExportError("verify_inputs must hold token ids, and at least one")
-    if int(text.min()) < 0 or int(text.max()) >= vocabulary:
-        what = "verify_inputs has" if kind == "text" else "the checkpoint's tokenizer gives"
-        raise ExportError(f"{what} token ids outside the vocabulary of {vocabulary}")
-    flat = text.reshape(-1).cpu().long()
-    return flat.repeat(-(-batch * length // flat.numel()))[: batch * length].view(batch, length)
 
 
 def _export(graph: fx.GraphModule, batch: Batch, opset: int, path: Path) -> None:
@@ -316,63 +239,11 @@ def _export(graph: fx.GraphModule, batch: Batch, opset: int, path: Path) -> None
         tensor.to(device) for tensor in (batch.input_ids, batch.attention_mask) if tensor is not None
     )
     input_names = ["input_ids", "attention_mask"][: len(inputs)]
-    with _quiet(), torch.no_grad():
-        try:
-            program = torch.onnx.export(
-                observed,
-                inputs,
-                dynamo=True,
-                opset_version=opset,
-                input_names=input_names,
-                output_names=names,
-                verbose=False,
-            )
-        except Exception as error:
-            raise ExportError(f"torch.onnx cannot export the graph: {_root_cause(error)}") from error
-    assert program is not None
-    ir_graph = program.model.graph
-    del ir_graph.outputs[1:]
-    _strip_metadata(program.model)
-    program.save(str(path), external_data=True)
+    model = export_graph(observed, inputs, input_names, names, opset)
+    del model.graph.outputs[1:]
+    import onnx_ir
 
-
-def _strip_metadata(model: Any) -> None:
-    """Remove the exporter's notes: stack traces with local paths, longer than the model itself."""
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
-        value.metadata_props.clear()
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()
-        for value in node.outputs:
-            value.metadata_props.clear()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks about packages that are not needed off the terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _load(path: Path) -> ModelProto:
-    """Load a model without its weights."""
-    import onnx
-
-    return onnx.load(str(path), load_external_data=False)
+    onnx_ir.save(model, path, external_data=f"{path.name}.data")
 
 
 def _runner(path: Path) -> Callable[[dict[str, NDArray[np.int64]]], NDArray[np.float32]]:
@@ -420,24 +291,3 @@ def _specs(values: Any) -> tuple[TensorSpec, ...]:
         )
         for value in values
     )
-
-
-def _versions() -> dict[str, str]:
-    import onnx
-
-    runtime = import_onnxruntime()
-    return {
-        "modify": modify.__version__,
-        "torch": torch.__version__,
-        "onnx": onnx.__version__,
-        "onnxruntime": runtime.__version__,
-    }
-
-
-def _source(model: nn.Module, source: str | os.PathLike[str] | None) -> Path | None:
-    if source is not None:
-        if not Path(source).is_dir():
-            raise ExportError(f"source {source} is no directory")
-        return Path(source)
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return Path(name) if name and Path(name).is_dir() else None

@@ -1,4 +1,4 @@
-"""An ONNX bundle becomes a serialised TensorRT engine."""
+"""The graphs of an ONNX bundle become serialised TensorRT engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,6 @@ from modify.storage import atomic_directory
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
 
-ENGINE = "model.engine"
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
@@ -32,7 +31,7 @@ class TensorRTReport:
     """
 
     path: Path
-    manifest: Manifest
+    manifest: AnyManifest
     seconds: float
     warnings: tuple[str, ...]
 
@@ -57,11 +56,11 @@ def to_tensorrt(
 ) -> TensorRTReport:
     """Build a TensorRT engine from an ONNX bundle and write it as a bundle of its own.
 
-    The new bundle holds `model.engine`, the manifest and what the ONNX bundle had beside its model. It appears complete
-    or not at all.
+    The new bundle holds an engine for each ONNX model, the manifest and what the ONNX bundle had beside its models. It
+    appears complete or not at all.
 
     Args:
-        bundle: a directory written by `to_onnx`.
+        bundle: a directory written by `to_onnx`, or by `export_generation` with `fixed_slots`.
         path: the directory to write.
         target: `tensorrt-rtx` builds without a GPU, and its engines finish compiling on the GPU that loads them;
             `tensorrt` needs the GPU that the engine is for.
@@ -88,18 +87,39 @@ def to_tensorrt(
             raise ExportError(f"TensorRT refuses this model: {manifest.tensorrt_obstacles[0]}")
         report("loading TensorRT")
         trt = _import_tensorrt(target)
-        report("building the engine")
-        start = time.perf_counter()
-        engine, messages = _build(trt, source / manifest.model, tf32)
-        seconds = time.perf_counter() - start
+        seconds, messages = 0.0, dict[str, None]()
+        engines = {model: f"{Path(model).stem}.engine" for model in manifest.models}
+        for model, file in engines.items():
+            report("building the engine" if len(engines) == 1 else f"building {file}")
+            start = time.perf_counter()
+            engine, warnings = _build(trt, source / model, tf32)
+            seconds += time.perf_counter() - start
+            messages |= dict.fromkeys(warnings)
+            (folder / file).write_bytes(engine)
         report("writing")
-        (folder / ENGINE).write_bytes(engine)
         copy_companions(source, folder)
-        manifest = dataclasses.replace(
-            manifest, target=target, model=ENGINE, versions={**manifest.versions, target: trt.__version__}
+        versions = {**manifest.versions, target: trt.__version__}
+        written = _write_manifest(folder, manifest, engines, target, versions)
+    return TensorRTReport(path=Path(path), manifest=written, seconds=seconds, warnings=tuple(messages))
+
+
+def _write_manifest(
+    folder: Path,
+    manifest: AnyManifest,
+    engines: Mapping[str, str],
+    target: str,
+    versions: Mapping[str, str],
+) -> AnyManifest:
+    """Write the manifest with engines in place of the ONNX models."""
+    if isinstance(manifest, GenerationManifest):
+        graphs = tuple(dataclasses.replace(graph, file=engines[graph.file]) for graph in manifest.graphs)
+        return write_manifest(
+            folder, dataclasses.replace(manifest, target=target, versions=versions, graphs=graphs)
         )
-        manifest = write_manifest(folder, manifest)
-    return TensorRTReport(path=Path(path), manifest=manifest, seconds=seconds, warnings=messages)
+    model = engines[manifest.model]
+    return write_manifest(
+        folder, dataclasses.replace(manifest, target=target, versions=versions, model=model)
+    )
 
 
 def _import_tensorrt(target: str) -> Any:

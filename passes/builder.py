@@ -140,10 +140,10 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         )
 
 
-def propagate_shapes(graph_module: fx.GraphModule, changed: fx.Node) -> None:
+def propagate_shapes(graph_module: fx.GraphModule, *changed: fx.Node) -> None:
     """Recompute `meta["val"]` of the nodes that depend on `changed`, as far as their shapes differ."""
     graph = graph_module.graph
-    stale = {changed}
+    stale = set(changed)
     for node in graph.nodes:
         if node.op == "output" or not stale.intersection(node.all_input_nodes):
             continue

@@ -92,9 +92,9 @@ class FreezeShapes(GraphPass):
                 with mode, torch.no_grad():
                     node.meta["val"] = node.target(*value_of(node.args), **value_of(node.kwargs))
             else:
-                node.meta["val"] = _frozen(node.meta["val"], numbers, mode)
+                node.meta["val"] = frozen_value(node.meta["val"], numbers, mode)
             if isinstance(node.meta["val"], int | float | None):
-                _replace_by_constant(node, node.meta["val"], list(node.users))
+                replace_by_constant(node, node.meta["val"], list(node.users))
                 graph.erase_node(node)
         return GraphPassResult(graph_module, True)
 
@@ -102,7 +102,7 @@ class FreezeShapes(GraphPass):
         """Replace the padding mask by None wherever it has no effect on a real token."""
         for padding in _padding_inputs(graph):
             masks = [user for user in padding.users if user.target in _MASKS]
-            _replace_by_constant(padding, None, masks if self.padding else list(padding.users))
+            replace_by_constant(padding, None, masks if self.padding else list(padding.users))
             if not self.padding:
                 graph.erase_node(padding)
 
@@ -115,8 +115,8 @@ def _is_dialect(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__module__", "").startswith("modify.ops.")
 
 
-def _frozen(value: Any, numbers: dict[sympy.Expr, int], mode: FakeTensorMode) -> Any:
-    """Replace the symbols in a node's value by numbers."""
+def frozen_value(value: Any, numbers: dict[sympy.Expr, int], mode: FakeTensorMode) -> Any:
+    """Return a node's value with numbers in place of symbols."""
 
     def number(symbolic: Any) -> Any:
         return symbolic.node.expr.subs(numbers) if hasattr(symbolic, "node") else symbolic
@@ -133,7 +133,8 @@ def _frozen(value: Any, numbers: dict[sympy.Expr, int], mode: FakeTensorMode) ->
     return tree_map(leaf, value)
 
 
-def _replace_by_constant(node: fx.Node, constant: float | None, users: Iterable[fx.Node]) -> None:
+def replace_by_constant(node: fx.Node, constant: float | None, users: Iterable[fx.Node]) -> None:
+    """Put `constant` in the place of `node` among the arguments of `users`."""
     for user in users:
         user.args = fx.map_arg(user.args, lambda source: constant if source is node else source)
         user.kwargs = fx.map_arg(user.kwargs, lambda source: constant if source is node else source)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable
-from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from modify.ops.masks import causal_mask, gather_mask, query_mask, token_mask
 from modify.ops.modules import Gate, RandomRouter, Router
 from modify.ops.routing import BlockRouting, RoutedOutput, gather_tokens, merge_tokens, select_topk
-from modify.ops.split_block import BATCH, LENGTH, PartName, SplitBlock
+from modify.ops.split_block import SplitBlock
 from modify.passes.base import (
     GraphPass,
     GraphPassResult,
@@ -25,13 +21,13 @@ from modify.passes.base import (
     block_result,
     dimension_symbols,
     expression,
-    nodes_in,
     placeholder,
     routing_of,
 )
-from modify.passes.builder import Builder, decide_as_for_long_sequences, symbolic_tensor
+from modify.passes.builder import Builder, decide_as_for_long_sequences
 from modify.passes.classify_masks import is_square
 from modify.passes.evaluation import CannotEvaluate, evaluate
+from modify.passes.part_calls import call_in_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +148,7 @@ class InsertRouters(GraphPass):
         gate = build_after.module(f"gates.{index}", selected, name=f"gate_{index}")
         users = [user for user in output.users if user is not block]
         if self.attend == "all":
-            _attend_to_all(build, index, block, tokens, gather)
+            call_in_parts(build, index, block, gather, tokens)
         else:
             block.args, block.kwargs = fx.map_arg(block.args, gather), fx.map_arg(block.kwargs, gather)
         block.meta["val"] = inner.meta["val"]
@@ -301,50 +297,3 @@ def _gather_queries(
     if not dims or (dims == [value.dim() - 1] and value.dim() > 2 and value.shape[-2] == 1):
         return argument
     return build.function(gather_tokens, argument, tokens, *(dims[:1] if dims[0] != 1 else []), name=name)
-
-
-def _attend_to_all(
-    build: Builder, index: int, block: fx.Node, tokens: fx.Node, gather: Callable[[fx.Node], fx.Node]
-) -> None:
-    """Let `block` run on the selected tokens, with keys and values of all tokens, which a new call computes."""
-    module = build.graph_module.get_submodule(str(block.target))
-    assert isinstance(module, SplitBlock)
-    parts = module.parts
-    hidden = block_input(block)
-    leaves, spec = tree_flatten((tuple(block.args), dict(sorted(block.kwargs.items()))))
-
-    def call(part: PartName) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        used = parts.inputs_of(part)
-
-        def leaf(number: int, value: Any) -> Any:
-            if not isinstance(value, fx.Node):
-                return value
-            if value is not hidden and number not in used:
-                return None
-            return gather(value) if part == "rest" or number in parts.masks else value
-
-        return tree_unflatten([leaf(*item) for item in enumerate(leaves)], spec)
-
-    args, kwargs = call("keys_values")
-    symbols = dict(zip((BATCH, LENGTH), dimension_symbols(block.graph), strict=True))
-    like = hidden.meta["val"]
-    value = tuple(
-        symbolic_tensor(
-            block.graph, [size.subs(symbols) for size in part.shape], part.dtype or like.dtype, like.device
-        )
-        for part in parts.shared
-    )
-    kwargs["part"] = "keys_values"
-    computed = build.module_of_value(str(block.target), args, kwargs, value, name=f"keys_values_{index}")
-    computed.meta["keys_values_of"] = index
-    shared = []
-    for number, part in enumerate(parts.shared):
-        kind, dim = ("keys", "values", "shared")[min(number, 2)], part.gathered_dim
-        node = build.function(operator.getitem, computed, number, name=f"{kind}_{index}")
-        if dim is not None:
-            dims = [dim] if dim != 1 else []
-            node = build.function(gather_tokens, node, tokens, *dims, name=f"{kind}_at_{index}")
-        shared.append(node)
-    args, kwargs = call("rest")
-    block.args, block.kwargs = args, {**kwargs, "part": "rest", "shared": tuple(shared)}
-    block.meta["hidden_argument"] = nodes_in((block.args, block.kwargs)).index(gather(hidden))

@@ -22,7 +22,7 @@ from modify.ops.cached import (
     store_all,
     stored,
 )
-from modify.ops.masks import causal_mask, query_mask, token_mask
+from modify.ops.masks import causal_mask, gather_mask, query_mask, token_mask
 from modify.ops.memory import BlockKind
 from modify.ops.routing import gather_tokens, merge_tokens, select_predicted, select_topk
 from modify.ops.split_block import SplitBlock, compile_part
@@ -93,7 +93,9 @@ class LowerToCached(GraphPass):
         if any(node.args[1] != 1.0 for node in calls_of(graph, select_topk)):
             raise self.fail("top-k selection looks at the future; run RouteByPredictor first")
         for index, block in block_calls(graph).items():
-            if reason := self._obstacle(graph_module, block):
+            if "cache_argument" not in block.meta and "part" not in block.kwargs:
+                raise self.fail(f"block {index}: the model hands it no cache")
+            if reason := argument_about_keys(block):
                 raise self.fail(f"block {index}: {reason}")
 
     def call(self, graph_module: fx.GraphModule) -> GraphPassResult:
@@ -131,23 +133,20 @@ class LowerToCached(GraphPass):
     ) -> fx.Node:
         return _insert(anchor, target, args, name, self.name)
 
-    def _obstacle(self, graph_module: fx.GraphModule, block: fx.Node) -> str | None:
-        _, length = dimension_symbols(block.graph)
-        is_split = "part" in block.kwargs
-        if "cache_argument" not in block.meta and not is_split:
-            return "the model hands it no cache"
-        for argument in _tensor_arguments(block):
-            if argument.target in _MASKS:
-                continue
-            value = argument.meta["val"]
-            if is_square(argument, length):
-                return f"its mask {argument.name} is neither causal nor a sliding window"
-            sizes = [expression(size) for size in value.shape]
-            if sizes[-1:] == [length] and len(sizes) > 2:
-                return (
-                    f"argument {argument.name}, {[str(s) for s in sizes]}, seems to say something about keys"
-                )
-        return None
+
+def argument_about_keys(block: fx.Node) -> str | None:
+    """Return what a block is told about keys that positions do not tell, so that no cache can stand in; or None."""
+    _, length = dimension_symbols(block.graph)
+    for argument in _tensor_arguments(block):
+        if argument.target in _MASKS:
+            continue
+        value = argument.meta["val"]
+        if is_square(argument, length) or argument.target is gather_mask:
+            return f"its mask {argument.name} is neither causal nor a sliding window"
+        sizes = [expression(size) for size in value.shape]
+        if sizes[-1:] == [length] and len(sizes) > 2:
+            return f"argument {argument.name}, {[str(s) for s in sizes]}, seems to say something about keys"
+    return None
 
 
 class _RoutedBlock:

@@ -15,8 +15,12 @@ from modify.passes.insert_bypasses import InsertBypasses
 from modify.passes.insert_predictors import InsertPredictors
 from modify.passes.insert_routers import InsertRouters
 from modify.passes.keep_last_logits import KeepLastLogits
+from modify.passes.limit_rows import LimitRows
 from modify.passes.lower_to_cached import LowerToCached
+from modify.passes.lower_to_chunk import LowerToChunk
 from modify.passes.route_by_predictor import RouteByPredictor
+from modify.passes.run_one_token import RunOneToken
+from modify.passes.split_blocks import SplitBlocks
 from modify.passes.strip_training_outputs import StripTrainingOutputs
 
 Pipeline = tuple[type[GraphPass], ...]
@@ -38,6 +42,11 @@ PREFILL: Pipeline = (
 # A training graph, or a dense one, captured with a cache, takes chunks of new tokens.
 CACHED: Pipeline = (RouteByPredictor, StripTrainingOutputs, LowerToCached)
 CACHED_LAST: Pipeline = (RouteByPredictor, StripTrainingOutputs, KeepLastLogits, LowerToCached)
+# The same, whose blocks run in parts, becomes a static graph for export that takes chunks of new tokens.
+CHUNK: Pipeline = (RouteByPredictor, StripTrainingOutputs, KeepLastLogits, SplitBlocks, LowerToChunk)
+# That one becomes the decode graph; with several sequences, blocks may run a fixed number of them.
+DECODE: Pipeline = (RunOneToken,)
+DECODE_LIMITED: Pipeline = (LimitRows, RunOneToken)
 
 MUST_PRECEDE: tuple[tuple[type[GraphPass], type[GraphPass]], ...] = (
     (ClassifyMasks, InsertRouters),  # masks among selected tokens are rebuilt from what classification found
@@ -49,6 +58,9 @@ MUST_PRECEDE: tuple[tuple[type[GraphPass], type[GraphPass]], ...] = (
     (StripTrainingOutputs, KeepLastLogits),
     (KeepLastLogits, FreezeShapes),  # what belongs to the head is told by the sequence symbol
     (KeepLastLogits, LowerToCached),  # where the last block ends is told by its merge
+    (KeepLastLogits, LowerToChunk),
+    (SplitBlocks, LowerToChunk),  # keys and values are stored between the parts
+    (LimitRows, RunOneToken),  # what is limited is left; the other blocks run all sequences
     (FreezeShapes, FlattenTokenIndexing),  # frozen masks vanish before their indexing would be lowered
 )
 
@@ -75,5 +87,5 @@ def check_order(pipeline: Pipeline) -> None:
             )
 
 
-for _pipeline in (DENSE, CONVERT, PREDICT, PREFILL, CACHED, CACHED_LAST):
+for _pipeline in (DENSE, CONVERT, PREDICT, PREFILL, CACHED, CACHED_LAST, CHUNK, DECODE, DECODE_LIMITED):
     check_order(_pipeline)

@@ -22,10 +22,12 @@ class Part:
     Attributes:
         run: called with the block, the inputs and, in the rest, the shared values.
         inputs: which of the call's leaves (`call_leaves`) it takes.
+        graph: what the code was compiled from; placeholders are the inputs and, in the rest, `shared_0`, ...
     """
 
     run: Callable[..., Any]
     inputs: tuple[int, ...]
+    graph: fx.Graph
 
 
 # A shared value's sizes are expressions in these: the batch size and the sequence length.
@@ -120,8 +122,9 @@ class SplitBlock(nn.Module):
 def split_block(block: nn.Module, parts: BlockParts) -> SplitBlock:
     """Return a shallow copy of `block` that can run in parts; it shares the block's submodules and parameters.
 
-    Its class is made from the block's own and has its name, so that whatever goes by class or name (gradient
-    checkpointing, FSDP wrapping) takes it for the block that it is.
+    A block that can run in parts already gets these in place of its own. Its class is made from the block's own and has
+    its name, so that whatever goes by class or name (gradient checkpointing, FSDP wrapping) takes it for the block that
+    it is.
     """
     split = shallow_copy(block)
     split.__class__ = _class_with_parts(type(block))
@@ -155,6 +158,8 @@ _classes: dict[type[nn.Module], type[SplitBlock]] = {}
 
 
 def _class_with_parts(base: type[nn.Module]) -> type[SplitBlock]:
+    if issubclass(base, SplitBlock):
+        return base
     if base not in _classes:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         _classes[base] = type(base.__name__, (SplitBlock, base), names)
@@ -175,7 +180,7 @@ _REGISTERS = frozenset(name for name, value in vars(nn.Module()).items() if isin
 
 def call_leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """Return a call's tensors, numbers and Nones, in an order that does not depend on that of the keywords."""
-    return tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
+    return tree_leaves((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
 
 
 def compile_part(graph: fx.Graph, inputs: tuple[int, ...]) -> Part:
@@ -183,7 +188,7 @@ def compile_part(graph: fx.Graph, inputs: tuple[int, ...]) -> Part:
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(compile(code.src, "<part of a decoder block>", "exec"), scope)
-    return Part(scope["forward"], inputs)
+    return Part(scope["forward"], inputs, graph)
 
 
 def dropout_rate(rate: float, training: bool) -> float:

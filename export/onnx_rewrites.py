@@ -1,0 +1,72 @@
+"""Rewrites of an exported ONNX model that let runtimes recognise what it computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def divide_by_roots(model: onnx_ir.Model) -> None:
+    """Replace `x * (1 / y)` by `x / y`.
+
+    PyTorch's `rsqrt` is exported as the reciprocal of a root; ONNX Runtime and TensorRT know a normalisation, which is
+    then one operator instead of seven, by its division.
+    """
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for graph in model.graphs():
+        for node in list(graph):
+            if node.op_type != "Mul":
+                continue
+            for position, value in enumerate(node.inputs):
+                reciprocal = None if value is None else value.producer()
+                if reciprocal is None or reciprocal.op_type != "Reciprocal":
+                    continue
+                division = onnx_ir.node("Div", [node.inputs[1 - position], reciprocal.inputs[0]])
+                old, new = node.outputs[0], division.outputs[0]
+                new.shape, new.type, name = old.shape, old.type, old.name
+                graph.insert_before(node, division)
+                onnx_ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+                old.name, new.name = None, name
+                break
+    RemoveUnusedNodesPass()(model)
+
+
+def keep_weights_in_place(model: onnx_ir.Model) -> None:
+    """Replace `MatMul(x, Transpose(weight))` by `Gemm(x, weight, transB=1)`.
+
+    A head that shares the embedding's weight is exported so; a runtime would transpose the weight when it loads the
+    model, into a copy of its own beside the one in the file.
+    """
+    import numpy as np
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for graph in model.graphs():
+        for node in list(graph):
+            x, weight = (*node.inputs, None)[:2] if node.op_type == "MatMul" else (None, None)
+            transpose = None if weight is None else weight.producer()
+            if transpose is None or transpose.op_type != "Transpose" or x is None or x.shape is None:
+                continue
+            stored: Any = transpose.inputs[0]
+            result = node.outputs[0]
+            if not stored.is_initializer() or len(stored.shape) != 2 or result.shape is None:
+                continue
+            if not result.shape.is_static():
+                continue
+            shapes = [(-1, stored.shape[1]), result.shape.numpy()]
+            constants = [onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(np.array(s))}) for s in shapes]
+            flat = onnx_ir.node("Reshape", [x, constants[0].outputs[0]])
+            product = onnx_ir.node("Gemm", [flat.outputs[0], stored], {"transB": 1})
+            back = onnx_ir.node("Reshape", [product.outputs[0], constants[1].outputs[0]])
+            new = back.outputs[0]
+            new.shape, new.type, name = result.shape, result.type, result.name
+            graph.insert_before(node, [*constants, flat, product, back])
+            onnx_ir.convenience.replace_all_uses_with(result, new, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+            result.name, new.name = None, name
+    RemoveUnusedNodesPass()(model)

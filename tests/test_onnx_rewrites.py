@@ -1,0 +1,69 @@
+"""Rewrites of exported models: other operators, equal numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
+
+
+def model(nodes, weights) -> onnx_ir.Model:
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 1, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 1, weights[-1]])],
+        [numpy_helper.from_array(weights[0], "w")],
+    )
+    return onnx_ir.from_proto(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    )
+
+
+def run(found: onnx_ir.Model) -> np.ndarray:
+    session = onnxruntime.InferenceSession(onnx_ir.to_proto(found).SerializeToString())
+    x = np.arange(1, 7, dtype=np.float32).reshape(2, 1, 3)
+    return session.run(["y"], {"x": x})[0]
+
+
+def operators(found: onnx_ir.Model) -> list[str]:
+    return [node.op_type for node in found.graph if node.op_type != "Constant"]
+
+
+def test_a_reciprocal_root_becomes_a_division():
+    nodes = [
+        helper.make_node("Sqrt", ["x"], ["root"]),
+        helper.make_node("Reciprocal", ["root"], ["scale"]),
+        helper.make_node("Mul", ["x", "scale"], ["y"]),
+    ]
+    found = model(nodes, (np.zeros(1, np.float32), 3))
+    expected = run(found)
+    divide_by_roots(found)
+    assert operators(found) == ["Sqrt", "Div"]
+    np.testing.assert_allclose(run(found), expected, rtol=1e-6)
+    divide_by_roots(found)
+    assert operators(found) == ["Sqrt", "Div"]
+
+
+def test_a_transposed_weight_stays_as_it_is_stored():
+    weight = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "t"], ["y"]),
+    ]
+    found = model(nodes, (weight, 5))
+    expected = run(found)
+    keep_weights_in_place(found)
+    assert operators(found) == ["Reshape", "Gemm", "Reshape"]
+    np.testing.assert_allclose(run(found), expected, rtol=1e-5)
+    assert set(found.graph.initializers) == {"w"}
+
+
+def test_other_products_are_left_alone():
+    found = model([helper.make_node("MatMul", ["x", "w"], ["y"])], (np.ones((3, 3), np.float32), 3))
+    keep_weights_in_place(found)
+    divide_by_roots(found)
+    assert operators(found) == ["MatMul"]
