@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modify.export.bundle import GenerationManifest, Manifest, read_manifest
     from modify.export.bundle_text import BundleTokenizer
     from modify.export.engine import Engine, load_engine
+    from modify.export.generation import GenerationReport, export_generation
     from modify.export.generation_engine import Continuations, GenerationEngine, Step
     from modify.export.generation_text import generate_text
     from modify.export.onnx_prefill import OnnxReport, to_onnx
@@ -26,12 +27,14 @@ __all__ = [
     "Engine",
     "GenerationEngine",
     "GenerationManifest",
+    "GenerationReport",
     "Manifest",
     "OnnxReport",
     "Step",
     "TensorRTReport",
     "bench",
     "bench_eager",
+    "export_generation",
     "generate_text",
     "load_engine",
     "lower_prefill",
@@ -51,6 +54,8 @@ _HOMES = {
     "BundleTokenizer": "bundle_text",
     "Engine": "engine",
     "load_engine": "engine",
+    "GenerationReport": "generation",
+    "export_generation": "generation",
     "Continuations": "generation_engine",
     "GenerationEngine": "generation_engine",
     "Step": "generation_engine",
