@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import CandidateGenerator
 
 from modify.decoding import Decoder
 from modify.errors import CacheError, ConfigError, ModifyError
 from modify.kv_cache import MoDCache
 from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.packing import Packing, count_positions, is_right_padded, last_tokens
+from modify.speculative import Draft, RoutedCandidates
 
 Routing = Literal["topk", "predictor", "dense"]
 
@@ -39,6 +41,56 @@ class CachedGeneration:
                 "predictor, or generate with use_cache=False"
             )
         return MoDCache(routing, self._decoder().graphs(self, routing).kinds)
+
+    def draft(self: Any, tokens: int = 4, confidence: float = 0.4) -> Draft:
+        """Return an assistant for lossless speculative decoding: `model.generate(ids, assistant_model=model.draft())`.
+
+        The routed model drafts tokens, which the dense model, of the same weights, verifies: the text is the dense
+        model's own, whatever the routed model is worth. One sequence at a time.
+
+        Args:
+            tokens: how many tokens to draft, at most, before they are verified.
+            confidence: stop drafting after a token that is less probable.
+
+        Raises:
+            CacheError: the model cannot be decoded with a cache.
+            ConfigError: an option is out of range.
+        """
+        return Draft(self, tokens, confidence)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Generate, as `GenerationMixin.generate` does; with a `draft()` as `assistant_model`, what the dense model would.
+
+        Raises:
+            ConfigError: the draft is another model's, or verification is not to be dense.
+        """
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, Draft):
+            if draft.model is not self:
+                raise ConfigError("the draft is another model's; make one by draft() of this model")
+            if kwargs.setdefault("routing", "dense") != "dense":
+                raise ConfigError(
+                    f"routing={kwargs['routing']!r}: drafts are verified by the dense model; leave the option out"
+                )
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+
+    def _get_candidate_generator(
+        self: Any,
+        generation_config: GenerationConfig,
+        *,
+        assistant_model: Any = None,
+        logits_processor: LogitsProcessorList,
+        **kwargs: Any,
+    ) -> CandidateGenerator:
+        """Called by `generate`."""
+        if isinstance(assistant_model, Draft):
+            return RoutedCandidates(assistant_model, generation_config, logits_processor)
+        return super()._get_candidate_generator(  # type: ignore[misc]
+            generation_config=generation_config,
+            assistant_model=assistant_model,
+            logits_processor=logits_processor,
+            **kwargs,
+        )
 
     def _decoder(self: Any) -> Decoder:
         """The graphs for decoding take seconds to capture: they are made when they are first needed."""

@@ -91,6 +91,22 @@ class MoDCache(Cache):
         self._columns = torch.cat([self._columns, new], dim=1)
         return self.memory, None if bool(new.all()) else new
 
+    def borrow(self, routing: str, kinds: Mapping[int, BlockKind]) -> MoDCache:
+        """Return a cache for another routing that starts with the tokens in this one, whose keys and values it shares.
+
+        What is added to it overwrites free slots of this cache, which does not see it. So it is good until the next call
+        with this one.
+
+        Args:
+            routing: of the calls to come.
+            kinds: what its blocks keep: keys and values of all tokens, in the form that this cache has them.
+        """
+        borrowed = MoDCache(routing, kinds)
+        if self.memory is not None:
+            borrowed.memory = self.memory.borrow(kinds)
+        borrowed._columns = self._columns
+        return borrowed
+
     def finish(self, last_logits: Tensor, is_new: Tensor | None) -> Tensor:
         """End a call.
 
