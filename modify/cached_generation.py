@@ -80,15 +80,25 @@ class CachedGeneration:
         *,
         assistant_model: Any = None,
         logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
         **kwargs: Any,
     ) -> CandidateGenerator:
-        """Called by `generate`."""
+        """Called by `generate`.
+
+        Raises:
+            CacheError: there are tokens in the cache; transformers would run them once more, at later positions.
+        """
+        if model_kwargs["cache"].get_seq_length() > 0:
+            raise CacheError(
+                "assisted generation reads the whole sequence, and is given a cache with tokens; leave the cache out"
+            )
         if isinstance(assistant_model, Draft):
             return RoutedCandidates(assistant_model, generation_config, logits_processor)
         return super()._get_candidate_generator(  # type: ignore[misc]
             generation_config=generation_config,
             assistant_model=assistant_model,
             logits_processor=logits_processor,
+            model_kwargs=model_kwargs,
             **kwargs,
         )
 
