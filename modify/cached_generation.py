@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class CachedGeneration:
             CacheError: the routing or the model cannot be decoded with a cache.
         """
         routing = routing or "predictor"
-        if routing not in ("predictor", "dense"):
+        check_routing(routing)
+        if routing == "topk":
             raise CacheError(
                 f"{routing} routing looks at tokens that follow, and cannot be decoded with a cache; route by "
                 "predictor, or generate with use_cache=False"
@@ -122,6 +123,7 @@ class CachedGeneration:
             model_kwargs["routing"] = routing
         given = model_kwargs.get("cache")
         if given is not None:
+            _check_cache(given)
             given._is_user_defined = True
             return
         if generation_config.use_cache is False:
@@ -149,8 +151,7 @@ class CachedGeneration:
         """Return logits, and the cache, which is made where none is given."""
         if cache is None:
             cache = self.new_cache(routing)
-        if not isinstance(cache, MoDCache):
-            raise CacheError(f"the cache is a {type(cache).__name__}; make one by new_cache() of this model")
+        _check_cache(cache)
         if routing is not None and routing != cache.routing:
             raise CacheError(f"the cache was made for {cache.routing} routing, and is used with {routing}")
         logits = self._decoder().run(self, cache, input_ids, attention_mask, position_ids, keep)
@@ -187,3 +188,14 @@ class CachedGeneration:
             logits = packing.unpack(logits)
             blocks = blocks and {index: packing.unpack_routing(block) for index, block in blocks.items()}
         return logits, blocks
+
+
+def check_routing(routing: str) -> None:
+    """Raise `ConfigError` unless there is such a routing."""
+    if routing not in get_args(Routing):
+        raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, MoDCache):
+        raise CacheError(f"the cache is a {type(cache).__name__}; make one by new_cache() of this model")

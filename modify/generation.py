@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
 from modify.kv_cache import MoDCache
+from modify.modeling import MoDForCausalLM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,8 @@ class Generation:
         seconds: wall time of the generation.
         overflow: how often a token skipped a block although the predictor selected it, since the predictor's limit was
             reached; None without a cache of a converted model.
+        acceptance: the share of drafted tokens that the dense model agreed to; None without speculation.
+        dense_passes: forward passes of the dense model, the prompt's included; None without speculation.
     """
 
     prompt: str
@@ -36,6 +39,8 @@ class Generation:
     new_tokens: int
     seconds: float
     overflow: int | None = None
+    acceptance: float | None = None
+    dense_passes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -52,6 +57,7 @@ def generate_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    speculative: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
     """Continue a prompt with a converted or a dense model.
@@ -67,11 +73,13 @@ def generate_text(
         temperature: 0 takes the likeliest token at every step; above 0, sample.
         top_p: when sampling, from the smallest set of tokens that has this probability.
         seed: of the sampling.
+        speculative: let the routed model draft and the dense model verify: the text is the dense model's.
         on_text: called with each piece of text as soon as it is final.
 
     Raises:
         ConfigError: an option is out of range, the prompt is empty, or prompt and new tokens exceed the model's
-            context.
+            context; speculation with a dense model.
+        CacheError: speculation with a model that cannot be decoded with a cache.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -79,6 +87,9 @@ def generate_text(
         raise ConfigError(
             f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
         )
+    if speculative and not isinstance(model, MoDForCausalLM):
+        raise ConfigError("speculation needs a converted model, and is given a dense one; leave speculative out")
+    draft = model.draft() if speculative else None
     text, ids = _encode(tokenizer, prompt, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     count = ids.shape[1]
@@ -105,6 +116,7 @@ def generate_text(
             pad_token_id=_pad_token(tokenizer),
             streamer=None if on_text is None else _Streamer(tokenizer, on_text),
             return_dict_in_generate=True,
+            assistant_model=draft,
             **sampling,
         )
     new = output.sequences[0, count:]
@@ -115,7 +127,9 @@ def generate_text(
         prompt_tokens=count,
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
-        overflow=cache.overflow if isinstance(cache, MoDCache) else None,
+        overflow=cache.overflow if isinstance(cache, MoDCache) and draft is None else None,
+        acceptance=None if draft is None else draft.acceptance,
+        dense_passes=None if draft is None else draft.rounds,
     )
 
 

@@ -175,15 +175,14 @@ class MoDCache(Cache):
         Raises:
             CacheError: there are not so many, or the number is positive.
         """
-        left = self.get_seq_length() + tokens_to_remove
-        if tokens_to_remove > 0 or left < 0:
+        if not isinstance(tokens_to_remove, int) or not -self.get_seq_length() <= tokens_to_remove <= 0:
             raise CacheError(
-                f"crop({tokens_to_remove}): give minus the number of columns to forget, at most "
+                f"crop({tokens_to_remove!r}): give minus the number of columns to forget, at most "
                 f"{self.get_seq_length()}"
             )
         if tokens_to_remove == 0 or self.memory is None or self._columns is None:
             return
-        self._columns = self._columns[:, :left]
+        self._columns = self._columns[:, : self.get_seq_length() + tokens_to_remove]
         self.memory.crop(self._columns.sum(dim=1).tolist())
         self.last_logits = None
 
