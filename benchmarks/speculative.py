@@ -109,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="converted")
-    parser.add_argument("--data", default="pydoc", help="text that prompts are cut from, as for modify evaluate")
+    parser.add_argument(
+        "--data", default="pydoc", help="text that prompts are cut from, as for modify evaluate"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)

@@ -33,6 +33,13 @@ def generate(
         float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
     ] = 1.0,
     seed: Seed = 0,
+    speculative: Annotated[
+        bool,
+        typer.Option(
+            "--speculative",
+            help="Let the routed model draft and the dense model verify: the text is the dense model's.",
+        ),
+    ] = False,
     device: Device = "auto",
     json: Json = False,
     verbose: Verbose = False,
@@ -46,6 +53,8 @@ def generate(
       modify generate SmolLM2-mod/ --prompt "The capital of France is"
 
       modify generate SmolLM2-mod/ --chat --prompt "Name three rivers." --temperature 0.7
+
+      modify generate SmolLM2-mod/ --prompt "The capital of France is" --speculative
 
       cat letter.txt | modify generate SmolLM2-mod/ --file - --max-new-tokens 50
     """
@@ -70,9 +79,14 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        speculative=speculative,
         on_text=None if json else show,
     )
     terminal.result(result.to_dict(), "")
     terminal.note(
         f"{result.new_tokens} tokens in {result.seconds:.1f} s after {result.prompt_tokens} of prompt"
     )
+    if result.acceptance is not None:
+        terminal.note(
+            f"{result.acceptance:.0%} of drafted tokens accepted, {result.dense_passes} passes of the dense model"
+        )

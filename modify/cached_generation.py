@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import CandidateGenerator
 
 from modify.decoding import Decoder
 from modify.errors import CacheError, ConfigError, ModifyError
@@ -60,7 +59,7 @@ class CachedGeneration:
         return Draft(self, tokens, confidence)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Generate, as `GenerationMixin.generate` does; with a `draft()` as `assistant_model`, what the dense model would.
+        """Generate as `GenerationMixin.generate` does; with a `draft()` as `assistant_model`, the dense model's text.
 
         Raises:
             ConfigError: the draft is another model's, or verification is not to be dense.
@@ -75,16 +74,15 @@ class CachedGeneration:
                 )
         return super().generate(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
 
-    def _get_candidate_generator(
+    def _drafts(
         self: Any,
         generation_config: GenerationConfig,
-        *,
-        assistant_model: Any = None,
         logits_processor: LogitsProcessorList,
         model_kwargs: dict[str, Any],
+        assistant_model: Any = None,
         **kwargs: Any,
-    ) -> CandidateGenerator:
-        """Called by `generate`.
+    ) -> RoutedCandidates | None:
+        """Return what drafts in assisted generation; None where that is up to transformers.
 
         Raises:
             CacheError: there are tokens in the cache; transformers would run them once more, at later positions.
@@ -93,15 +91,9 @@ class CachedGeneration:
             raise CacheError(
                 "assisted generation reads the whole sequence, and is given a cache with tokens; leave the cache out"
             )
-        if isinstance(assistant_model, Draft):
-            return RoutedCandidates(assistant_model, generation_config, logits_processor)
-        return super()._get_candidate_generator(  # type: ignore[misc]
-            generation_config=generation_config,
-            assistant_model=assistant_model,
-            logits_processor=logits_processor,
-            model_kwargs=model_kwargs,
-            **kwargs,
-        )
+        if not isinstance(assistant_model, Draft):
+            return None
+        return RoutedCandidates(assistant_model, generation_config, logits_processor)
 
     def _decoder(self: Any) -> Decoder:
         """The graphs for decoding take seconds to capture: they are made when they are first needed."""

@@ -87,9 +87,13 @@ def generate_text(
         raise ConfigError(
             f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
         )
-    if speculative and not isinstance(model, MoDForCausalLM):
-        raise ConfigError("speculation needs a converted model, and is given a dense one; leave speculative out")
-    draft = model.draft() if speculative else None
+    draft = None
+    if speculative:
+        if not isinstance(model, MoDForCausalLM):
+            raise ConfigError(
+                "speculation needs a converted model, and is given a dense one; leave speculative out"
+            )
+        draft = model.draft()
     text, ids = _encode(tokenizer, prompt, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     count = ids.shape[1]

@@ -94,8 +94,8 @@ class MoDCache(Cache):
     def borrow(self, routing: str, kinds: Mapping[int, BlockKind]) -> MoDCache:
         """Return a cache for another routing that starts with the tokens in this one, whose keys and values it shares.
 
-        What is added to it overwrites free slots of this cache, which does not see it. So it is good until the next call
-        with this one.
+        What is added to it goes into free slots of this cache, which does not see it. So it is good until the next
+        call with this one.
 
         Args:
             routing: of the calls to come.

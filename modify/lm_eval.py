@@ -2,8 +2,8 @@
 
     python -m modify.lm_eval --model hf --model_args pretrained=SmolLM2-mod --tasks ..
 
-lm-eval loads a model by transformers' Auto classes, which know converted checkpoints once modify has been imported; there is
-nothing else to do, and no remote code to trust. `accelerate launch -m modify.lm_eval ..` works likewise.
+lm-eval loads a model by transformers' Auto classes, which know converted checkpoints once modify has been imported, as
+it is here; there is no remote code to trust. `accelerate launch -m modify.lm_eval ..` works likewise.
 """
 
 from __future__ import annotations

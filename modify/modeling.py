@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput, cached_file
 
 from modify.cached_generation import CachedGeneration, Routing, check_routing
@@ -266,6 +267,11 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         """Called by `generate`; see `CachedGeneration`."""
         self._give_cache(generation_config, model_kwargs)
 
+    def _get_candidate_generator(self, **kwargs: Any) -> CandidateGenerator:  # type: ignore[override]
+        """Called by `generate`; see `CachedGeneration`."""
+        mixin: Any = super()
+        return self._drafts(**kwargs) or mixin._get_candidate_generator(**kwargs)
+
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """None: `forward` counts real tokens itself, also where padding stands between a prompt and what follows it."""
 
@@ -297,7 +303,7 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
             self._graphs[routing] = route_by_predictor(self._graphs["topk"], self.mod_config)
         return self._graphs[routing]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoDForCausalLM:  # type: ignore[override]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoDForCausalLM:
         """Called by `to()`, `half()` and the like."""
         super()._apply(fn, recurse)
         if self.dtype != self._graph_dtype:

@@ -98,7 +98,8 @@ class RoutedCandidates(CandidateGenerator):
         if is_first_iteration or most < 1:
             return input_ids, None
         cache = self._cache(model_kwargs["cache"], length)
-        mask, scores = model_kwargs.get("attention_mask"), []
+        mask = model_kwargs.get("attention_mask")
+        scores: list[Tensor] = []
         while len(scores) < most:
             score, token, is_last = self._next(input_ids, mask, cache)
             scores.append(score)
@@ -126,7 +127,7 @@ class RoutedCandidates(CandidateGenerator):
         """Return scores `[1, V]` of the next token, the token `[1, 1]`, and whether to stop here."""
         new = ids[:, cache.get_seq_length() :]
         logits = self.draft.model(new, attention_mask=mask, cache=cache, logits_to_keep=1).logits
-        score = self.logits_processor(ids, logits[:, -1].float())
+        score: Tensor = self.logits_processor(ids, logits[:, -1].float())  # type: ignore[arg-type]  # any integers
         probabilities = score.softmax(dim=-1)
         if self.generation_config.do_sample:
             token = torch.multinomial(probabilities, num_samples=1)
@@ -157,7 +158,7 @@ def _can_share_cache(model: Any) -> bool:
 
 
 def _is_same(mine: Tensor, theirs: Tensor, *, compare_values: bool) -> bool:
-    """Compare stores `[1, slots, ..]`. Values agree up to the first block that is routed, which reads the same input."""
+    """Compare stores `[1, slots, ..]`; values agree up to the first routed block, whose hidden states are the same."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     tolerance = torch.finfo(mine.dtype).eps ** 0.5 * float(theirs.abs().max())

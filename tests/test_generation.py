@@ -43,9 +43,7 @@ def test_overflow_is_reported(dense: PreTrainedModel) -> None:
     assert generate_text(dense, TOKENIZER, "hello", max_new_tokens=6).overflow is None
 
 
-def test_speculation_says_what_the_dense_model_says(
-    model: PreTrainedModel, dense: PreTrainedModel
-) -> None:
+def test_speculation_says_what_the_dense_model_says(model: PreTrainedModel, dense: PreTrainedModel) -> None:
     plain = generate_text(dense, TOKENIZER, "hello", max_new_tokens=20)
     result = generate_text(model, TOKENIZER, "hello", max_new_tokens=20, speculative=True)
     assert (result.text, result.new_tokens, result.overflow) == (plain.text, 20, None)

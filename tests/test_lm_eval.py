@@ -50,7 +50,16 @@ def likeliest(model: modify.MoDForCausalLM, question: str, choices: list[str]) -
 def test_a_task_of_ones_own(checkpoint, tmp_path):
     """The accuracy is that of log-likelihoods computed by hand; the example's command line, but for the model."""
     done = lm_eval(
-        *("--model", "hf", "--model_args", f"pretrained={checkpoint}", "--tasks", "rivers", "--device", "cpu"),
+        *(
+            "--model",
+            "hf",
+            "--model_args",
+            f"pretrained={checkpoint}",
+            "--tasks",
+            "rivers",
+            "--device",
+            "cpu",
+        ),
         *("--include_path", "examples/lm_eval", "--batch_size", "8", "--output_path", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
@@ -67,7 +76,10 @@ def test_a_task_of_ones_own(checkpoint, tmp_path):
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
 def test_without_lm_eval_one_line_says_so():
     done = lm_eval("--tasks", "rivers")
-    assert (done.returncode, done.stderr) == (2, "error: lm-eval is not installed; run: pip install lm-eval\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: lm-eval is not installed; run: pip install lm-eval\n",
+    )
 
 
 def test_pipeline_by_path(checkpoint):

@@ -105,7 +105,7 @@ class Memory:
                 block.log.crop(seen)
 
     def borrow(self, kinds: Mapping[int, BlockKind]) -> Memory:
-        """Return a memory of the same tokens for blocks of other kinds, on the same keys and values; no token ran yet."""
+        """Return a memory of the same tokens, on the same keys and values, for blocks of other kinds."""
         borrowed = Memory(kinds, len(self.seen))
         borrowed.seen = list(self.seen)
         for index, block in borrowed.blocks.items():
