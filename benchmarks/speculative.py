@@ -1,7 +1,7 @@
-"""Speculative decoding from one checkpoint beside its dense model: the same text, acceptance, and the speed-up.
+"""Speculative decoding from one checkpoint beside its dense model: whether the text is the same, acceptance, speed-up.
 
 Greedy, one sequence at a time, in eager PyTorch. For each prompt the dense model, the routed model alone (another text)
-and speculation with drafts of several lengths take turns in one process; the ratio of medians is the speed-up::
+and speculation with drafts of several lengths take turns in one process; the speed-up is the median of the prompts' ratios::
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/speculative.py SmolLM2-mod/ --data novel.txt --tokens 1,2,4
 """
@@ -38,6 +38,7 @@ def measure(
     arms: dict[str, dict[str, Any]] = {"dense": {"routing": "dense"}, "routed alone": {}}
     for tokens in options.tokens:
         draft = model.draft(tokens=tokens, confidence=options.confidence)
+        draft.shares_cache &= not options.own_cache
         arms[f"speculative, {tokens} drafted"] = {"assistant_model": draft}
     fixed: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for arm in arms.values():  # graphs are made when they are first needed
@@ -117,6 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--tokens", default="1,2,4", help="drafted at most before the dense model verifies")
     parser.add_argument("--confidence", type=float, default=0.4)
+    parser.add_argument(
+        "--own-cache", action="store_true", help="never let drafts read the dense model's cache"
+    )
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args(arguments)
     options.tokens = [int(tokens) for tokens in options.tokens.split(",")]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
+from modify.blocks import evaluation_mode
 from modify.config import check_integer
 from modify.errors import ConfigError
 from modify.kv_cache import MoDCache
@@ -71,7 +72,6 @@ class RoutedCandidates(CandidateGenerator):
     ) -> None:
         self.draft, self.generation_config, self.logits_processor = draft, generation_config, logits_processor
         self._own_cache = None if draft.shares_cache else draft.model.new_cache("predictor")
-        self._length = 0
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -93,7 +93,7 @@ class RoutedCandidates(CandidateGenerator):
         Returns:
             `[1, S + n]` with the drafted tokens, and their scores, `[1, n, V]`; None without any.
         """
-        length = self._length = input_ids.shape[1]
+        length = input_ids.shape[1]
         most = min(self.draft.tokens, int(self.generation_config.max_length or 0) - length - 1)
         if is_first_iteration or most < 1:
             return input_ids, None
@@ -147,8 +147,9 @@ def _can_share_cache(model: Any) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(int(model.config.vocab_size), (1, _CHECK_TOKENS), generator=generator)
-    for cache in (routed, dense):
-        model(ids.to(model.device), cache=cache)
+    with evaluation_mode(model):
+        for cache in (routed, dense):
+            model(ids.to(model.device), cache=cache)
     changed = [i for i, kind in dense.kinds.items() if i not in routed.kinds or kind != routed.kinds[i]]
     return all(
         _is_same(mine.data, theirs.data, compare_values=index <= min(changed, default=0))
