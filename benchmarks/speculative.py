@@ -1,7 +1,7 @@
 """Speculative decoding from one checkpoint beside its dense model: whether the text is the same, acceptance, speed-up.
 
 Greedy, one sequence at a time, in eager PyTorch. For each prompt the dense model, the routed model alone (another text)
-and speculation with drafts of several lengths take turns in one process; the speed-up is the median of the prompts' ratios::
+and speculation with drafts of several lengths take turns in one process. The speed-up is the median of their ratios::
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/speculative.py SmolLM2-mod/ --data novel.txt --tokens 1,2,4
 """

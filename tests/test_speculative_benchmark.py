@@ -14,7 +14,7 @@ from modify.conversion import convert_checkpoint
 def test_every_arm_is_measured(tmp_path, capsys):
     config = modify.MoDConfig(capacity=0.5, attend="all")
     convert_checkpoint(write_llama(tmp_path / "dense"), tmp_path / "mod", config)
-    sizes = "--prompts 2 --prompt-tokens 16 --new-tokens 6 --tokens 1,3".split()
+    sizes = ["--prompts", "2", "--prompt-tokens", "16", "--new-tokens", "6", "--tokens", "1,3"]
     speculative.main([str(tmp_path / "mod"), *sizes, "--json", str(tmp_path / "out.json")])
     arms = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["arms"]
     assert [arm["arm"] for arm in arms] == [
