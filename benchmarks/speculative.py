@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,11 +36,11 @@ def measure(
     model: modify.MoDForCausalLM, prompts: Sequence[Tensor], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Let every arm continue every prompt, `[1, S]`, in turns, and return a row for each arm."""
-    arms: dict[str, dict[str, Any]] = {"dense": {"routing": "dense"}, "routed alone": {}}
+    arms: dict[str, dict[str, Any]] = {"dense": {"routing": "dense"}, "routed": {}}
     for tokens in options.tokens:
         draft = model.draft(tokens=tokens, confidence=options.confidence)
         draft.shares_cache &= not options.own_cache
-        arms[f"speculative, {tokens} drafted"] = {"assistant_model": draft}
+        arms[f"{tokens} drafted"] = {"assistant_model": draft}
     fixed: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for arm in arms.values():  # graphs are made when they are first needed
         model.generate(prompts[0], max_new_tokens=4, **fixed, **arm)
@@ -88,8 +89,8 @@ def _row(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> Table:
-    """One row an arm."""
-    table = Table("", "as dense", "accepted", "tokens a dense pass", "tokens/s", "speed-up", "in pairs")
+    """One row an arm: among others, tokens per pass of the dense model."""
+    table = Table("", "as dense", "accepted", "a pass", "tokens/s", "speed-up", "in pairs", box=SIMPLE_HEAD)
     for row in rows:
         least, most = row["speedup_of_pairs"]
         table.add_row(

@@ -19,14 +19,14 @@ def test_every_arm_is_measured(tmp_path, capsys):
     arms = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["arms"]
     assert [arm["arm"] for arm in arms] == [
         "dense",
-        "routed alone",
-        "speculative, 1 drafted",
-        "speculative, 3 drafted",
+        "routed",
+        "1 drafted",
+        "3 drafted",
     ]
-    assert all(arm["same_text"] == "2 of 2" for arm in arms if arm["arm"] != "routed alone")
+    assert all(arm["same_text"] == "2 of 2" for arm in arms if arm["arm"] != "routed")
     assert arms[0]["speedup"] == 1.0
     for arm in arms[2:]:
         assert arm["shares_cache"]
         assert 0 <= arm["acceptance"] <= 1
         assert 1 <= arm["tokens_per_dense_pass"] <= 4
-    assert "speculative, 3 drafted" in " ".join(capsys.readouterr().out.split())
+    assert "3 drafted" in " ".join(capsys.readouterr().out.split())
