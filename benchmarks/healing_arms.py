@@ -13,6 +13,7 @@ from modify.errors import ConfigError
 from modify.retrain_config import RetrainConfig, Train
 from modify.selection import LADDER, check_target
 
+UNTRAINED_RATE = 1e-2  # peak rate of routers and predictors that start untrained
 _FREE = ("flops", "arms", "ablation", "save_every", "keep")  # what a continued benchmark may change
 
 
@@ -99,7 +100,8 @@ class HealingConfig:
         batch_size: rows per optimizer step, and per forward pass elsewhere.
         train: what moves in every arm but `routers`; see `RetrainConfig`.
         learning_rate: see `RetrainConfig`; so are the next two.
-        router_learning_rate: peak rate of routers, gates and predictors.
+        router_learning_rate: peak rate of routers, gates and predictors that were calibrated; untrained ones get
+            `UNTRAINED_RATE`.
         precision: of calibration and training; everything is measured in float32.
         distill: weight of the distillation loss in the arms that distill.
         router_share: share of the steps in which only what the conversion added moves, in the arms that distill.
@@ -126,13 +128,13 @@ class HealingConfig:
     ablation: float = 0.67
     tokens: int = 100_000
     length: int = 512
-    batch_size: int = 2
-    train: Train = "lora"
-    learning_rate: float = 3e-4
-    router_learning_rate: float = 1e-2
+    batch_size: int = 1
+    train: Train = "all"
+    learning_rate: float = 6e-5
+    router_learning_rate: float = 1e-4
     precision: Precision = "bf16"
-    distill: float = 0.9
-    router_share: float = 0.1
+    distill: float = 0.5
+    router_share: float = 0.05
     predictor_share: float = 0.2
     bypass_rank: int = 64
     predictor_hidden: int = 64
@@ -207,7 +209,9 @@ class HealingConfig:
             batch_size=self.batch_size,
             train=train,
             learning_rate=self.learning_rate,
-            router_learning_rate=self.router_learning_rate,
+            router_learning_rate=(
+                self.router_learning_rate if conversion is None or conversion.calibrated else UNTRAINED_RATE
+            ),
             precision=self.precision,
             seed=self.seed,
             save_every=self.save_every,

@@ -84,11 +84,12 @@ def _bench_eager(
 ) -> BenchReport:
     import torch
 
-    from modify.export import bench_eager, lower_prefill, read_manifest
+    from modify.export import bench_eager, lower_prefill
+    from modify.export.bundle import read_prefill_manifest
     from modify.modeling import load
 
     with terminal.progress("PyTorch") as progress:
-        model, manifest = load(checkpoint, dtype=torch.float32), read_manifest(bundle)
+        model, manifest = load(checkpoint, dtype=torch.float32), read_prefill_manifest(bundle)
         shape: dict[str, Any] = {
             name: getattr(manifest, name) for name in ("batch", "length", "padding", "logits")
         }

@@ -204,14 +204,16 @@ def _console(stream: TextIO) -> Console:
 
 def _silence_libraries() -> None:
     """Keep warnings, logs and progress bars of the libraries below off the terminal; ours become one line each."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when transformers is loaded, which may never be
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from tqdm import tqdm
-    from transformers.utils import logging as transformers_logging
+    if sys.modules.get("transformers"):
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+    from tqdm import tqdm
+
     tqdm.__init__ = functools.partialmethod(
         tqdm.__init__, disable=True
     )  # bars that transformers does not switch off

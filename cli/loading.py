@@ -11,6 +11,8 @@ from modify.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from modify.export import GenerationEngine
+
 
 def load_model(path: Path, *, device: str = "cpu", float32: bool = False) -> PreTrainedModel:
     """Load a checkpoint, converted or dense, onto a device; `auto` is the GPU where there is one."""
@@ -29,6 +31,28 @@ def load_model(path: Path, *, device: str = "cpu", float32: bool = False) -> Pre
             raise
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--device {device} cannot be used: {reason}") from error
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a directory is an exported bundle, and no checkpoint."""
+    from modify.export.bundle import MANIFEST
+
+    return (path / MANIFEST).is_file()
+
+
+def load_generation_engine(
+    path: Path, *, providers: list[str] | None, threads: int | None
+) -> GenerationEngine:
+    """Load a bundle that was exported for generation."""
+    from modify.export import GenerationEngine, load_engine
+
+    engine = load_engine(path, providers or None, threads=threads)
+    if not isinstance(engine, GenerationEngine):
+        raise ConfigError(
+            f"{path} is a prefill bundle, which has no cache; generate from the checkpoint, or export that for "
+            "generation"
+        )
+    return engine
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

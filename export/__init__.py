@@ -1,7 +1,6 @@
 """Deployment: prefill graphs as ONNX bundles, TensorRT engines, their checks and their runtime.
 
-The runtime's own modules (`engine`, `bundle`, and `benchmark` for ONNX bundles) use numpy and onnxruntime only. For
-now, importing the package `modify` still loads torch and transformers.
+What runs a bundle (`load_engine`, `generate_text`, and `bench` for ONNX bundles) loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,20 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modify.export.benchmark import BenchReport, bench, bench_eager
-    from modify.export.bundle import Manifest, read_manifest
+    from modify.export.bundle import GenerationManifest, Manifest, read_manifest
+    from modify.export.bundle_text import BundleTokenizer
     from modify.export.engine import Engine, load_engine
+    from modify.export.generation_engine import Continuations, GenerationEngine, Step
+    from modify.export.generation_text import generate_text
     from modify.export.onnx_prefill import OnnxReport, to_onnx
     from modify.export.prefill import lower_prefill
     from modify.export.tensorrt_prefill import TensorRTReport, to_tensorrt
 
 __all__ = [
     "BenchReport",
+    "BundleTokenizer",
+    "Continuations",
     "Engine",
+    "GenerationEngine",
+    "GenerationManifest",
     "Manifest",
     "OnnxReport",
+    "Step",
     "TensorRTReport",
     "bench",
     "bench_eager",
+    "generate_text",
     "load_engine",
     "lower_prefill",
     "read_manifest",
@@ -37,10 +45,16 @@ _HOMES = {
     "BenchReport": "benchmark",
     "bench": "benchmark",
     "bench_eager": "benchmark",
+    "GenerationManifest": "bundle",
     "Manifest": "bundle",
     "read_manifest": "bundle",
+    "BundleTokenizer": "bundle_text",
     "Engine": "engine",
     "load_engine": "engine",
+    "Continuations": "generation_engine",
+    "GenerationEngine": "generation_engine",
+    "Step": "generation_engine",
+    "generate_text": "generation_text",
     "OnnxReport": "onnx_prefill",
     "to_onnx": "onnx_prefill",
     "lower_prefill": "prefill",

@@ -1,7 +1,6 @@
 """Dense and Mixture-of-Depths models side by side, in one process, in turns.
 
-For ONNX bundles this module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still
-loads torch.
+For ONNX bundles this module uses numpy and onnxruntime only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from modify.errors import ExportError
-from modify.export.engine import Engine, load_engine
+from modify.export.engine import Engine, load_prefill
 
 if TYPE_CHECKING:
     from torch import fx
@@ -136,7 +135,7 @@ def bench(
         ExportError: a bundle cannot be loaded; the first is not dense or the second has no routed block; or the two
             differ in batch, length, padding, logits or vocabulary.
     """
-    engines = [load_engine(bundle, providers, threads=threads) for bundle in (dense, mod)]
+    engines = [load_prefill(bundle, providers, threads=threads) for bundle in (dense, mod)]
     first, second = (engine.manifest for engine in engines)
     if first.routed_blocks:
         raise ExportError(

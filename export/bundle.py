@@ -1,6 +1,6 @@
-"""The deployed bundle: a directory with a model, its manifest and, where known, its tokenizer.
+"""The deployed bundle: a directory with one or several graphs, their manifest and, where known, the tokenizer.
 
-This module uses the standard library only; importing the package `modify`, of which it is part, still loads torch.
+This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import modify
 from modify.errors import ExportError
 
 MANIFEST = "manifest.json"
 FORMAT = "modify-bundle"
-FORMAT_VERSION = 1
+PREFILL = "prefill"
+GENERATION = "generation"
 
 # What a bundle takes over from the checkpoint, where it is there.
 COMPANIONS = (
@@ -92,23 +93,54 @@ class FileRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What a bundle holds; `manifest.json` in the bundle.
+class GraphSpec:
+    """One graph of a generation bundle.
 
     Attributes:
-        kind: `prefill`: token ids in, logits out, without a cache.
+        file: name of the ONNX model or of the serialised engine.
+        role: `prefill` or `decode`.
+        chunk: new tokens per sequence and run; 1 for `decode`.
+    """
+
+    file: str
+    role: str
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """A tensor that every graph of a generation bundle takes, and returns as it is after the new tokens.
+
+    All states are zeros before the first token. Some have a meaning beyond that of a cache: `seen` `[B]` int64 counts
+    the tokens of each sequence; `ran` and `overflow` `[B, R]` int64 count, for each routed block in the order of
+    `GenerationManifest.routed_blocks`, the tokens that it ran, and those that its predictor selected beyond its limit.
+
+    Attributes:
+        input: name of the graph's input.
+        output: name of the output of the same shape, which may share the input's memory.
+        shape: at the length of the bundle.
+        dtype: numpy's name.
+        grows: the dimension that may be shorter while the sequences are short; None where there is none.
+    """
+
+    input: str
+    output: str
+    shape: tuple[int, ...]
+    dtype: str
+    grows: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Common:
+    """What the manifests of all kinds tell.
+
+    Attributes:
+        kind: of the bundle; what tells `Manifest` from `GenerationManifest`.
         target: `onnx`, `tensorrt` or `tensorrt-rtx`.
-        model: file name of the ONNX model or of the serialised engine.
-        batch: number of sequences per run.
-        length: tokens per sequence.
-        padding: sequences may be padded on the right; the model then takes an `attention_mask`.
-        routing: `topk`, `predictor` or `dense`.
-        logits: `last` or `all` tokens.
-        inputs: what the model takes.
-        outputs: what it returns.
+        batch: number of sequences per run, `B`.
+        length: tokens per sequence; with a cache, the most, prompt and new ones together.
+        routing: `topk`, `predictor` or `dense`; with a cache, one of the last two.
         routed_blocks: the routed blocks, by index.
-        flops: floating-point operations per run, by `modify.flops.count_flops`: every attention pair counted.
-        causal_flops: the same, counting only the pairs that causal attention uses.
         parity: the comparisons with PyTorch that the bundle passed.
         opset: ONNX operator set.
         tensorrt_obstacles: why TensorRT would refuse the model; empty when nothing speaks against it.
@@ -118,17 +150,10 @@ class Manifest:
 
     kind: str
     target: str
-    model: str
     batch: int
     length: int
-    padding: bool
     routing: str
-    logits: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
     routed_blocks: tuple[RoutedBlock, ...]
-    flops: int
-    causal_flops: int
     parity: tuple[Parity, ...]
     opset: int
     tensorrt_obstacles: tuple[str, ...]
@@ -137,29 +162,21 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        return {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        return {"format": FORMAT, "format_version": _KINDS[self.kind][0], **dataclasses.asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Manifest:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from `to_dict`'s output.
 
         Raises:
-            ExportError: of another format or version, or incomplete.
+            ExportError: it is incomplete, or an entry is malformed.
         """
-        if values.get("format") != FORMAT:
-            raise ExportError(f"it is no {FORMAT}")
-        if values.get("format_version") != FORMAT_VERSION:
-            raise ExportError(
-                f"its format version is {values.get('format_version')!r}, and this modify {modify.__version__} reads "
-                f"version {FORMAT_VERSION}; export it again"
-            )
         fields: dict[str, Any] = {field.name: values.get(field.name) for field in dataclasses.fields(cls)}
         if missing := sorted(name for name, value in fields.items() if value is None):
             raise ExportError(f"it has no {', '.join(missing)}")
-        nested = {"inputs": TensorSpec, "outputs": TensorSpec, "routed_blocks": RoutedBlock, "parity": Parity}
         try:
-            for name, kind in nested.items():
-                fields[name] = tuple(kind(**_tuples(value)) for value in fields[name])
+            for name in fields.keys() & _NESTED.keys():
+                fields[name] = tuple(_NESTED[name](**_tuples(value)) for value in fields[name])
             fields["files"] = {name: FileRecord(**value) for name, value in fields["files"].items()}
             fields["tensorrt_obstacles"] = tuple(fields["tensorrt_obstacles"])
             return cls(**fields)
@@ -167,8 +184,103 @@ class Manifest:
             raise ExportError(f"an entry is malformed: {error}") from error
 
 
-def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
-    """Read a bundle's manifest and check that its files are those that were written.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest(_Common):
+    """What a prefill bundle (`kind` `prefill`: token ids in, logits out, no cache) holds; `manifest.json` in it.
+
+    Attributes, beside those of all kinds:
+        model: file name of the ONNX model or of the serialised engine.
+        padding: sequences may be padded on the right; the model then takes an `attention_mask`.
+        logits: `last` or `all` tokens.
+        inputs: what the model takes.
+        outputs: what it returns.
+        flops: floating-point operations per run, by `modify.flops.count_flops`: every attention pair counted.
+        causal_flops: the same, counting only the pairs that causal attention uses.
+    """
+
+    model: str
+    padding: bool
+    logits: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    flops: int
+    causal_flops: int
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """File names of the graphs."""
+        return (self.model,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationManifest(_Common):
+    """What a generation bundle (`kind` `generation`) holds; `manifest.json` in it.
+
+    A graph of chunk `S` takes `input_ids` `[B, S]` int64, `count` `[B]` int64 (how many of a sequence's `S` tokens are
+    real: they come first, the rest is ignored) and the states; it returns `logits` `[B, 1, V]` float32 of each
+    sequence's last real token (meaningless where `count` is 0), and the states after these tokens. A run may not cross
+    a multiple of 256 positions, the predictors' chunk. A cache has a slot more than there can be tokens, for those that
+    are not real; a shorter one must have room for `S` more tokens and that slot.
+
+    Attributes, beside those of all kinds:
+        vocabulary: number of tokens that the logits tell apart, `V`.
+        graphs: all with the same states: a `decode` graph, and `prefill` graphs of longer chunks.
+        states: what passes from one run to the next.
+    """
+
+    vocabulary: int
+    graphs: tuple[GraphSpec, ...]
+    states: tuple[StateSpec, ...]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """File names of the graphs."""
+        return tuple(graph.file for graph in self.graphs)
+
+
+AnyManifest = Manifest | GenerationManifest
+M = TypeVar("M", Manifest, GenerationManifest)
+
+# The format version of each kind: a change that an older reader would misread raises it.
+_KINDS: dict[str, tuple[int, type[Manifest] | type[GenerationManifest]]] = {
+    PREFILL: (1, Manifest),
+    GENERATION: (2, GenerationManifest),
+}
+_NESTED: dict[str, Any] = {
+    "inputs": TensorSpec,
+    "outputs": TensorSpec,
+    "graphs": GraphSpec,
+    "states": StateSpec,
+    "routed_blocks": RoutedBlock,
+    "parity": Parity,
+}
+
+
+def parse_manifest(values: Mapping[str, Any]) -> AnyManifest:
+    """Build a manifest of any kind from its JSON values.
+
+    Raises:
+        ExportError: of another format, kind or version, or incomplete.
+    """
+    if values.get("format") != FORMAT:
+        raise ExportError(f"it is no {FORMAT}")
+    kind, version = values.get("kind"), values.get("format_version")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ExportError(
+            f"its kind is {kind!r} (format version {version!r}), and this modify {modify.__version__} reads "
+            f"{' and '.join(_KINDS)}; export it again"
+        )
+    expected, manifest = _KINDS[kind]
+    if version != expected:
+        raise ExportError(
+            f"its format version is {version!r}, and this modify {modify.__version__} reads version {expected} of "
+            f"{kind} bundles; export it again"
+        )
+    return manifest.from_dict(values)
+
+
+def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> AnyManifest:
+    """Read a bundle's manifest, of any kind, and check that its files are those that were written.
 
     Args:
         bundle: the directory.
@@ -191,17 +303,47 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Man
     if not isinstance(values, dict):
         raise ExportError(f"{path} cannot be read: it is no JSON object")
     try:
-        manifest = Manifest.from_dict(values)
+        manifest = parse_manifest(values)
     except ExportError as error:
         raise ExportError(f"{path} cannot be used: {error}") from error
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify)
-    if manifest.model not in manifest.files:
-        raise ExportError(f"{path} cannot be used: it does not list the model file {manifest.model}")
+    for model in manifest.models:
+        if model not in manifest.files:
+            raise ExportError(f"{path} cannot be used: it does not list the model file {model}")
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+def read_prefill_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Manifest:
+    """Read the manifest of a prefill bundle; see `read_manifest`.
+
+    Raises:
+        ExportError: as for `read_manifest`, and for a bundle of another kind.
+    """
+    manifest = read_manifest(bundle, verify=verify)
+    if not isinstance(manifest, Manifest):
+        raise ExportError(f"{bundle} is a {manifest.kind} bundle; what is asked for needs a {PREFILL} bundle")
+    return manifest
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no file.
+
+    Raises:
+        ExportError: it cannot be read, or is no object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ExportError(f"{path} cannot be read: it is no JSON object")
+    return values
+
+
+def write_manifest(folder: Path, manifest: M) -> M:
     """Write `manifest.json`, with a record of every other file in `folder`, and return what was written."""
     files = {
         path.name: FileRecord(bytes=path.stat().st_size, sha256=_sha256(path))

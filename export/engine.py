@@ -1,34 +1,28 @@
-"""The runtime of a bundle: ONNX Runtime on numpy arrays.
-
-This module uses numpy and onnxruntime only; importing the package `modify`, of which it is part, still loads torch.
-"""
+"""The runtime of a bundle: ONNX Runtime on numpy arrays, without torch."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modify.errors import ExportError, first_line
-from modify.export.bundle import Manifest, TensorSpec, read_manifest
+from modify.export.bundle import (
+    AnyManifest,
+    GenerationManifest,
+    Manifest,
+    TensorSpec,
+    read_manifest,
+    read_prefill_manifest,
+)
+from modify.export.generation_engine import GenerationEngine
+from modify.export.sessions import check_signature, create_session, import_onnxruntime, provider_names
 
-_SHORT_NAMES = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "coreml": "CoreMLExecutionProvider",
-    "directml": "DmlExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-    "rocm": "ROCMExecutionProvider",
-}
-_GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
-_GPU_INSTALL = "pip uninstall onnxruntime; pip install 'modify[gpu]'"
+Prepack = Literal["decode", "none", "all"]
 
 
 class Engine:
@@ -90,120 +84,84 @@ def load_engine(
     *,
     threads: int | None = None,
     verify: bool = True,
-) -> Engine:
+    prepack: Prepack = "decode",
+) -> Engine | GenerationEngine:
     """Load an ONNX bundle into ONNX Runtime.
 
     Args:
-        bundle: a directory written by `to_onnx`.
+        bundle: a directory that was exported.
         providers: execution providers, first choice first, by ONNX Runtime's names or as `cpu`, `cuda`, `tensorrt`, ..;
             None is the CPU. Each must really be in use afterwards: there is no silent fallback.
         threads: threads within an operator; None lets ONNX Runtime choose.
         verify: compare the files with the manifest's checksums.
+        prepack: which graphs of a generation bundle hold a copy of the weights that is rearranged for the processor,
+            which makes them faster on a CPU (see `docs/runtime.md`); the others map the one file into memory.
+
+    Returns:
+        A `GenerationEngine` for a generation bundle, an `Engine` for a prefill bundle.
 
     Raises:
         ExportError: the directory is no bundle, damaged or built for another runtime; ONNX Runtime or a provider is
             missing; the message says what to install.
     """
     manifest = read_manifest(bundle, verify=verify)
-    if manifest.target != "onnx":
-        raise ExportError(
-            f"{bundle} holds an engine for {manifest.target}, which runs in that library on an NVIDIA GPU; "
-            "load_engine runs ONNX bundles"
-        )
-    session = create_session(Path(bundle) / manifest.model, _provider_names(providers), threads=threads)
-    _check_signature(manifest, session)
+    if isinstance(manifest, Manifest):
+        return _load_prefill(manifest, Path(bundle), providers, threads)
+    return _load_generation(manifest, Path(bundle), providers, threads, prepack)
+
+
+def load_prefill(
+    bundle: str | os.PathLike[str],
+    providers: Sequence[str] | str | None = None,
+    *,
+    threads: int | None = None,
+) -> Engine:
+    """Load a prefill bundle; see `load_engine`.
+
+    Raises:
+        ExportError: as for `load_engine`, and for a bundle of another kind.
+    """
+    return _load_prefill(read_prefill_manifest(bundle), Path(bundle), providers, threads)
+
+
+def _load_prefill(
+    manifest: Manifest, folder: Path, providers: Sequence[str] | str | None, threads: int | None
+) -> Engine:
+    _check_target(manifest, folder)
+    session = create_session(folder / manifest.model, provider_names(providers), threads=threads)
+    takes, returns = (
+        {spec.name: (spec.shape, None) for spec in specs} for specs in (manifest.inputs, manifest.outputs)
+    )
+    check_signature(manifest.model, session, takes, returns)
     return Engine(manifest, session)
 
 
-def create_session(
-    model: str | os.PathLike[str],
-    providers: Sequence[str] = ("CPUExecutionProvider",),
-    *,
-    threads: int | None = None,
-    optimization: str = "ORT_ENABLE_ALL",
-) -> Any:
-    """Return an `onnxruntime.InferenceSession` that really uses `providers`.
-
-    Raises:
-        ExportError: ONNX Runtime or a provider is missing, or the model cannot be loaded.
-    """
-    runtime = import_onnxruntime()
-    available = runtime.get_available_providers()
-    for provider in providers:
-        if provider not in available:
-            install = f"; install it with: {_GPU_INSTALL}" if provider in _GPU_PROVIDERS else ""
-            raise ExportError(f"ONNX Runtime has no {provider}, only {', '.join(available)}{install}")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, optimization)
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    try:
-        session = runtime.InferenceSession(os.fspath(model), options, providers=list(providers))
-    except Exception as error:
-        raise ExportError(f"ONNX Runtime cannot load {model}: {first_line(error)}") from error
-    active = session.get_providers()
-    for provider in providers:
-        if provider not in active:
-            needs = " It needs an NVIDIA GPU with its driver and CUDA." if provider in _GPU_PROVIDERS else ""
-            raise ExportError(
-                f"{provider} did not start; ONNX Runtime fell back to {', '.join(active)}.{needs}"
-            )
-    return session
-
-
-def import_onnxruntime() -> Any:
-    """Return the module `onnxruntime`; warn where two packages of it overwrote each other.
-
-    Raises:
-        ExportError: it is not installed, or does not load.
-    """
-    installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
-    if len(installed) == 2:
-        warnings.warn(
-            "both onnxruntime and onnxruntime-gpu are installed; they overwrite each other's files. Keep one: "
-            "pip uninstall onnxruntime onnxruntime-gpu, then pip install 'modify[onnx]' or 'modify[gpu]'",
-            UserWarning,
-            stacklevel=3,
+def _load_generation(
+    manifest: GenerationManifest,
+    folder: Path,
+    providers: Sequence[str] | str | None,
+    threads: int | None,
+    prepack: Prepack,
+) -> GenerationEngine:
+    _check_target(manifest, folder)
+    names = provider_names(providers)
+    if prepack not in get_args(Prepack):
+        raise ExportError(f"prepack must be one of {', '.join(get_args(Prepack))}, got {prepack!r}")
+    sessions = {
+        graph.file: create_session(
+            folder / graph.file, names, threads=threads, prepack=prepack in ("all", graph.role)
         )
-    try:
-        import onnxruntime
-    except Exception as error:
+        for graph in manifest.graphs
+    }
+    return GenerationEngine(manifest, folder, sessions, import_onnxruntime())
+
+
+def _check_target(manifest: AnyManifest, folder: Path) -> None:
+    if manifest.target != "onnx":
         raise ExportError(
-            f"ONNX Runtime does not load ({first_line(error)}); install it with: pip install 'modify[onnx]'"
-        ) from error
-    return onnxruntime
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _provider_names(providers: Sequence[str] | str | None) -> tuple[str, ...]:
-    if providers is None:
-        return ("CPUExecutionProvider",)
-    names = (providers,) if isinstance(providers, str) else tuple(providers)
-    if not names:
-        raise ExportError("providers is empty; name at least one, such as 'cpu'")
-    return tuple(_SHORT_NAMES.get(name.lower(), name) for name in names)
-
-
-def _check_signature(manifest: Manifest, session: Any) -> None:
-    """The model must take and return what the manifest says."""
-    for what, specs, values in (
-        ("takes", manifest.inputs, session.get_inputs()),
-        ("returns", manifest.outputs, session.get_outputs()),
-    ):
-        found = {value.name: tuple(value.shape) for value in values}
-        expected = {spec.name: spec.shape for spec in specs}
-        if found != expected:
-            raise ExportError(
-                f"{manifest.model} {what} {found}, but the manifest says {expected}; export it again"
-            )
+            f"{folder} holds an engine for {manifest.target}, which runs in that library on an NVIDIA GPU; "
+            "load_engine runs ONNX bundles"
+        )
 
 
 def _as_input(array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:

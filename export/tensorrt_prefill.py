@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from modify.errors import ExportError, first_line
-from modify.export.bundle import Manifest, copy_companions, read_manifest, write_manifest
+from modify.export.bundle import Manifest, copy_companions, read_prefill_manifest, write_manifest
 from modify.storage import atomic_directory
 
 Target = Literal["tensorrt", "tensorrt-rtx"]
@@ -79,7 +79,7 @@ def to_tensorrt(
     with atomic_directory(path, overwrite=overwrite) as folder:
         report("reading the bundle")
         source = Path(bundle)
-        manifest = read_manifest(source)
+        manifest = read_prefill_manifest(source)
         if manifest.target != "onnx":
             raise ExportError(
                 f"{source} holds an engine for {manifest.target}; TensorRT engines are built from ONNX bundles"

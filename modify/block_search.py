@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
@@ -27,7 +26,7 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_TRIED_PER_STEP = 3  # candidates
+_TRIED_PER_STEP = 4  # candidates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,43 +146,43 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        candidates: list[tuple[float, int, float]] = []  # loss per share of operations, as last measured
+        pending: dict[
+            tuple[int, float], float
+        ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
-            if (first := self._next_capacity(index)) is not None:
-                loss = self._try(index, first).loss
+            if lower := self._lower_capacities(index):
+                loss = self._try(index, lower[0]).loss
                 self.alone[index] = loss - self.loss
-                candidates.append((self._rate(index, first, loss), index, first))
+                # Lower ones are not measured yet; they will hardly cost less.
+                pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
                 report()
         self.kept = _indispensable(self.alone)
-        candidates = [candidate for candidate in candidates if candidate[1] not in self.kept]
-        heapq.heapify(candidates)
+        pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
         step = 0
-        while candidates:
-            tried: list[tuple[float, int, float]] = []
+        while True:
             best: _Trial | None = None
-            while candidates and len(tried) < _TRIED_PER_STEP:
-                _, index, capacity = heapq.heappop(candidates)
-                if self._next_capacity(index) is None:
-                    continue  # all other blocks have been dropped since
+            tried: list[tuple[float, int, float]] = []
+            for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
+                if len(tried) == _TRIED_PER_STEP or (tried and min(tried)[0] <= pending[index, capacity]):
+                    break  # rates hardly fall, so none that follows is likely to be less
+                if capacity not in self._lower_capacities(index):
+                    del pending[
+                        index, capacity
+                    ]  # it is lower already, or all other blocks have been dropped since
+                    continue
                 trial = self._try(index, capacity)
-                tried.append((self._rate(index, capacity, trial.loss), index, capacity))
+                rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)
+                tried.append((rate, index, capacity))
                 if tried[-1] == min(tried):
                     best = trial
             if best is None:
                 return
-            taken = min(tried)
-            for candidate in tried:
-                if candidate != taken:
-                    heapq.heappush(candidates, candidate)
-            step += 1
-            rate, index, capacity = taken
+            _, index, capacity = min(tried)
             self._take(index, capacity, best)
+            step += 1
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
             yield Step(block=index, capacity=capacity, loss=self.loss, flops_ratio=self._flops_ratio())
-            if (following := self._next_capacity(index)) is not None:
-                # Not measured yet; it will hardly cost less than the step before it.
-                heapq.heappush(candidates, (rate, index, following))
 
     def _rate(self, index: int, capacity: float, loss: float) -> float:
         """Return what lowering a block further adds to the loss per share of the operations that it saves."""
@@ -191,15 +190,14 @@ class BlockSearch:
         # What seems to gain is noise: such steps are alike, and the one that saves most goes first.
         return added / saved if added > 0.0 else -saved
 
-    def _next_capacity(self, index: int) -> float | None:
-        """The next capacity of the ladder at which the block takes fewer operations, if there is one."""
+    def _lower_capacities(self, index: int) -> list[float]:
+        """The capacities at which the block takes fewer operations than now, descending."""
         last = sum(value == 0.0 for value in self.state.values()) + 1 == len(self.blocks_in_model)
-        lower = [
+        return [
             c
             for c in self.capacities
             if c < self.state.get(index, 1.0) and self._saving(index, c) > 0.0 and not (last and c == 0.0)
         ]
-        return lower[0] if lower else None
 
     def _saving(self, index: int, capacity: float) -> float:
         now = self.flops[index, self.state.get(index, 1.0)]

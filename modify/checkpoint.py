@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from modify.errors import CheckpointError, first_line
-from modify.modeling import MoDForCausalLM, MoDModelConfig
+from modify.model_config import MoDModelConfig
+from modify.modeling import MoDForCausalLM
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -36,7 +36,9 @@ from modify.checkpoint import (
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert
 from modify.data import PackedDataset
-from modify.modeling import MOD_WEIGHTS, MoDForCausalLM, mod_state_dict, model_config
+from modify.mod_weights import MOD_WEIGHTS, mod_state_dict
+from modify.model_config import model_config
+from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
 from modify.storage import atomic_directory, check_apart, link_or_copy
 

@@ -86,7 +86,8 @@ def convert(
         assert isinstance(model, PreTrainedModel)
         # They build on this module.
         from modify.calibration import calibrate
-        from modify.modeling import MoDForCausalLM, model_config
+        from modify.model_config import model_config
+        from modify.modeling import MoDForCausalLM
 
         calibrate(MoDForCausalLM(model_config(model.config, graph_module), model, graph_module), calibration)
     return graph_module

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
+from modify.generation_checks import check_room, check_sampling
+from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
 from modify.modeling import MoDForCausalLM
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """What `generate_text` produced.
-
-    Attributes:
-        prompt: the text that the model continued, chat template included.
-        text: the continuation, without special tokens.
-        prompt_tokens: number of tokens of the prompt.
-        new_tokens: number of tokens generated.
-        seconds: wall time of the generation.
-        overflow: how often a token skipped a block although the predictor selected it, since the predictor's limit was
-            reached; None without a cache of a converted model.
-        acceptance: the share of drafted tokens that the dense model agreed to; None without speculation.
-        dense_passes: forward passes of the dense model, the prompt's included; None without speculation.
-    """
-
-    prompt: str
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float
-    overflow: int | None = None
-    acceptance: float | None = None
-    dense_passes: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return dataclasses.asdict(self) | {"tokens_per_second": self.new_tokens / max(self.seconds, 1e-9)}
 
 
 def generate_text(
@@ -55,6 +25,7 @@ def generate_text(
     chat: bool = False,
     max_new_tokens: int = 100,
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     speculative: bool = False,
@@ -71,6 +42,7 @@ def generate_text(
         chat: put the prompt into the tokenizer's chat template.
         max_new_tokens: generate at most this many tokens.
         temperature: 0 takes the likeliest token at every step; above 0, sample.
+        top_k: when sampling, from that many of the likeliest tokens; None for all.
         top_p: when sampling, from the smallest set of tokens that has this probability.
         seed: of the sampling.
         speculative: let the routed model draft and the dense model verify: the text is the dense model's.
@@ -81,12 +53,15 @@ def generate_text(
             context; speculation with a dense model.
         CacheError: speculation with a model that cannot be decoded with a cache.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ConfigError(
-            f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
-        )
+    check_sampling(temperature, top_k, top_p, seed)
+    text, ids = _encode(tokenizer, prompt, chat)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    count = ids.shape[1]
+    check_room(count, max_new_tokens, context if isinstance(context, int) else None, "the model's context")
+    ids = ids.to(next(model.parameters()).device)
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
     draft = None
     if speculative:
         if not isinstance(model, MoDForCausalLM):
@@ -94,57 +69,86 @@ def generate_text(
                 "speculation needs a converted model, and is given a dense one; leave speculative out"
             )
         draft = model.draft()
-    text, ids = _encode(tokenizer, prompt, chat)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    count = ids.shape[1]
-    if isinstance(context, int) and count + max_new_tokens > context:
-        room = context - count
-        remedy = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
-        raise ConfigError(
-            f"the prompt's {count} tokens and {max_new_tokens} new ones exceed the model's context of {context}; "
-            f"{remedy}"
-        )
-    ids = ids.to(next(model.parameters()).device)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    recorder = _Recorder(tokenizer, on_text, count)
     start = time.perf_counter()
-    check_integer("seed", seed, 0, MOST_SEED)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        generate: Any = model.generate
-        output = generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=_pad_token(tokenizer),
-            streamer=None if on_text is None else _Streamer(tokenizer, on_text),
-            return_dict_in_generate=True,
-            assistant_model=draft,
-            **sampling,
-        )
-    new = output.sequences[0, count:]
-    cache = output.get("cache")
+    hook = model.register_forward_hook(recorder.look, with_kwargs=True)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            generate: Any = model.generate
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=_pad_token(tokenizer),
+                streamer=recorder,
+                assistant_model=draft,
+                **sampling,
+            )
+    finally:
+        hook.remove()
+    new = output[0, count:]
     return Generation(
         prompt=text,
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
         prompt_tokens=count,
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
-        overflow=cache.overflow if isinstance(cache, MoDCache) and draft is None else None,
+        steps=tuple(recorder.steps),
         acceptance=None if draft is None else draft.acceptance,
         dense_passes=None if draft is None else draft.rounds,
     )
 
 
-class _Streamer(TextStreamer):
-    """Hands on the text of the new tokens, without special ones."""
+class _Recorder(TextStreamer):
+    """Hands on the text of the new tokens, without special ones, and notes what each step did to the cache."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None, prompt_tokens: int
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
+        self.on_text = on_text or (lambda text: None)
+        self.seen = prompt_tokens
+        self.steps: list[StepStatistics] = []
+        self._cache: Any = None
+        self._meter: StepMeter | None = None
+        self._last: float | None = None
+
+    def look(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook: remember the cache."""
+        given = kwargs.get("cache")
+        self._cache = kwargs.get("past_key_values") if given is None else given
+        if self._meter is None and isinstance(self._cache, MoDCache):
+            kinds = self._cache.kinds.values()
+            self._meter = StepMeter(len(kinds), sum(kind.limit is not None for kind in kinds))
+        elif self._meter is None and isinstance(self._cache, Cache):
+            self._meter = StepMeter(len(self._cache), 0)
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with the prompt, and then with each new token, or those of a dense model's pass."""
+        is_prompt, now = self._last is None, time.perf_counter()
+        super().put(value)
+        if not is_prompt and self._meter is not None:
+            assert self._last is not None
+            self.steps.append(self._meter.step(seconds=now - self._last, seen=self.seen, **self._counts()))
+            self.seen += value.numel()
+        self._last = time.perf_counter()
+
+    def _counts(self) -> dict[str, int]:
+        if isinstance(self._cache, MoDCache):
+            usage, kinds = self._cache.usage(), self._cache.kinds
+            return {
+                "ran": sum(sum(usage[index].ran) for index, kind in kinds.items() if kind.limit is not None),
+                "overflow": sum(sum(block.overflow) for block in usage.values()),
+                "cache_bytes": sum(block.bytes for block in usage.values()),
+                "allocated_bytes": sum(block.allocated_bytes for block in usage.values()),
+            }
+        tensors = [getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values")]
+        held = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        return {"ran": 0, "overflow": 0, "cache_bytes": held, "allocated_bytes": held}
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called with text that no later token changes."""
         self.on_text(text)
 
 

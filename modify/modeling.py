@@ -1,4 +1,4 @@
-"""The Hugging Face side of a converted model: config, model, loading and saving."""
+"""The Hugging Face side of a converted model: running, loading and saving it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from transformers import (
@@ -32,40 +31,15 @@ from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
 from modify.errors import CheckpointError, ConfigError, first_line
 from modify.kv_cache import MoDCache
+from modify.mod_weights import MOD_PREFIXES, MOD_WEIGHTS, load_mod_weights, refuse_mismatch
+from modify.model_config import MoDModelConfig, model_config
 from modify.ops.routing import BlockRouting
 from modify.ops.split_block import SplitBlock, adopt_parts, install_split_blocks
 from modify.passes.base import routing_of
 from modify.passes.runner import copy_graph
 
-MOD_WEIGHTS = "mod.safetensors"
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 _HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder"}
-MOD_PREFIXES = ("routers.", "gates.", "predictors.", "bypasses.")
-
-
-class MoDModelConfig(PreTrainedConfig):
-    """Config of a converted model: the dense model's config, the MoD options and the conversion record.
-
-    Attributes that it does not have itself (`vocab_size`, `hidden_size`, ..) are the dense model's.
-    """
-
-    model_type = "mixture_of_depths"
-
-    dense_config: dict[str, Any] | PreTrainedConfig | None = None
-    mod_config: dict[str, Any] | None = None
-    conversion_record: dict[str, Any] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.dense_config, dict):
-            options = dict(self.dense_config)
-            self.dense_config = AutoConfig.for_model(options.pop("model_type"), **options)
-        super().__post_init__(**kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        dense = self.__dict__.get("dense_config")
-        if name.startswith("_") or not isinstance(dense, PreTrainedConfig):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(dense, name)
 
 
 @dataclasses.dataclass
@@ -408,33 +382,12 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path}: the dense weights cannot be read: {first_line(error)}") from error
         dense, info = loaded
-        _refuse_mismatch(path, info)
+        refuse_mismatch(path, info)
         model = cls(config, dense)
-        _load_mod_weights(model, weights)
+        load_mod_weights(model, weights)
         model.name_or_path = path
         model.eval()
         return (model, info) if wants_info else model  # type: ignore[return-value]
-
-
-def model_config(dense_config: PreTrainedConfig, graph: fx.GraphModule) -> MoDModelConfig:
-    """Return the config of the model that `graph` was converted to from a model of `dense_config`."""
-    return MoDModelConfig(  # type: ignore[call-arg]  # a dataclass, made so by its base class
-        dense_config=dense_config,
-        mod_config=graph.meta["mod_config"].to_dict(),
-        conversion_record=graph.meta["conversion_record"].to_dict(),
-        architectures=["MoDForCausalLM"],
-        dtype=dense_config.dtype,
-        tie_word_embeddings=getattr(dense_config, "tie_word_embeddings", False),
-    )
-
-
-def mod_state_dict(graph: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a conversion added: routers, gates, predictors and bypasses, contiguous on the CPU."""
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in graph.state_dict().items()
-        if name.startswith(MOD_PREFIXES)
-    }
 
 
 def load(path: str | os.PathLike[str], **kwargs: Any) -> MoDForCausalLM:
@@ -449,60 +402,9 @@ def _read_config(path: str, hub: dict[str, Any]) -> PreTrainedConfig:
         raise CheckpointError(f"{path} is no checkpoint directory: {first_line(error)}") from error
 
 
-def _load_mod_weights(model: MoDForCausalLM, path: str) -> None:
-    """Load what a conversion added; refuse whatever does not fit, by name."""
-    expected = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(MOD_PREFIXES)}
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 safe_open is no dict
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {first_line(error)}; convert the dense checkpoint again"
-        ) from error
-    misshaped = [
-        f"{name} is {list(found[name].shape)}, expected {list(expected[name].shape)}"
-        for name in sorted(found.keys() & expected.keys())
-        if found[name].shape != expected[name].shape
-    ]
-    problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
-        "misshaped": misshaped,
-    }
-    _raise_problems(path, problems)
-    with torch.no_grad():
-        for name, tensor in found.items():
-            expected[name].copy_(tensor)
-
-
-def _refuse_mismatch(path: str, info: Mapping[str, Any]) -> None:
-    _raise_problems(
-        path,
-        {
-            "missing": sorted(map(str, info.get("missing_keys", ()))),
-            "unexpected": sorted(map(str, info.get("unexpected_keys", ()))),
-            "misshaped": sorted(map(str, info.get("mismatched_keys", ()))),
-        },
-    )
-
-
-def _raise_problems(path: str, problems: Mapping[str, list[str]]) -> None:
-    parts = [
-        f"{kind} {', '.join(names[:5])}{', ..' if len(names) > 5 else ''}"
-        for kind, names in problems.items()
-        if names
-    ]
-    if parts:
-        raise CheckpointError(f"{path}: tensors do not fit the model: {'; '.join(parts)}")
-
-
 def _is_off(value: object) -> bool:
     """Whether an argument asks for nothing: libraries pass `use_cache=False` and the like to every model."""
     return value is None or value is False or (isinstance(value, int) and value == 0)
 
 
-def register() -> None:
-    """Make transformers' Auto classes know converted checkpoints; `import modify` does it."""
-    with suppress(ValueError):  # already registered
-        AutoConfig.register(MoDModelConfig.model_type, MoDModelConfig)
-        AutoModelForCausalLM.register(MoDModelConfig, MoDForCausalLM)
+AutoModelForCausalLM.register(MoDModelConfig, MoDForCausalLM, exist_ok=True)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from modify.capture import model_device
 from modify.dense import block_names, dropped_block_names
 from modify.errors import ConfigError
-from modify.modeling import MOD_PREFIXES
+from modify.mod_weights import MOD_PREFIXES
 from modify.retrain_config import RetrainConfig
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from modify.modeling import MOD_PREFIXES
+from modify.mod_weights import MOD_PREFIXES
 from modify.retrain_config import RetrainConfig
 
 

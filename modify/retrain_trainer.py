@@ -27,7 +27,8 @@ from modify.data import RepeatedShuffle
 from modify.distributed import average_gradients, hidden_from_accelerate, local, shard, world_size
 from modify.errors import ModifyError
 from modify.evaluation import run_rows
-from modify.modeling import MOD_PREFIXES, MoDForCausalLM, Routing
+from modify.mod_weights import MOD_PREFIXES
+from modify.modeling import MoDForCausalLM, Routing
 from modify.retrain_callbacks import Anneal, Clock, LogHook, MarkComplete, Record
 from modify.retrain_checkpoint import load_model, load_optimizer, readable, save_tensors
 from modify.retrain_config import RetrainConfig

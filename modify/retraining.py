@@ -19,7 +19,8 @@ from modify.data import PackedDataset
 from modify.distributed import wants_fsdp, whole_state_dict, world_size
 from modify.errors import ConfigError, DataError, ModifyError, StorageError
 from modify.evaluation import Metrics, default_length, evaluate, find_tokenizer, packed_rows
-from modify.modeling import MOD_PREFIXES, MoDForCausalLM
+from modify.mod_weights import MOD_PREFIXES
+from modify.modeling import MoDForCausalLM
 from modify.retrain_adapters import adapter_targets, trained_parts
 from modify.retrain_config import RetrainConfig
 from modify.retrain_distill import Distillation, check_teacher

@@ -74,10 +74,10 @@ def select_blocks(
 ) -> BlockSelection:
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
 
-    A step lowers one block to the next capacity of the ladder. What it costs is measured, given all earlier steps: the
+    A step lowers one block to any lower capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
     the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are
-    routed, much alike for all, so only the three steps that were cheapest when last measured are measured again, after
+    routed, much alike for all, so at most the four steps that were cheapest when last measured are measured again, after
     the lazy greedy algorithm (Minoux 1978). A block that the model cannot spare (see
     `BlockSelection.kept`) is never lowered.
 

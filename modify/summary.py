@@ -17,7 +17,7 @@ from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert_captured
 from modify.dense import dense_graph
 from modify.errors import CheckpointError, ConfigError, first_line
-from modify.modeling import MoDModelConfig
+from modify.model_config import MoDModelConfig
 from modify.ops.routing import capacity_tokens
 from modify.passes.base import block_calls
 from modify.passes.printing import print_graph

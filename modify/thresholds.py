@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from modify.evaluation import Progress, predictor_threshold, run_rows
 from modify.modeling import MoDForCausalLM, Routing
-from modify.ops.routing import BlockRouting, capacity_tokens
+from modify.ops.routing import PREDICTOR_CHUNK, BlockRouting, capacity_tokens, chunk_limit
 
 _PASSES: tuple[Routing, ...] = ("topk", "predictor")
 
@@ -22,7 +23,7 @@ def calibrate_thresholds(
     Binary cross-entropy makes "logit above 0" mean "more likely than not in the top-k"; where a predictor is unsure,
     that selects fewer tokens than the capacity (or more), and the model would run otherwise than it was trained to.
     So the threshold is the quantile of the logits above which `k` tokens per row lie on average, the always selected
-    first tokens counted. Two passes: one over the hidden states of top-k routing, one over those that the predictors
+    first tokens counted, and those that `chunk_limit` turns away not. Two passes: one over the hidden states of top-k routing, one over those that the predictors
     then produce, since a block's input depends on what earlier blocks ran.
 
     Args:
@@ -50,14 +51,22 @@ def calibrate_thresholds(
 
         run_rows(model, rows, routing, batch_size, report, observe)
         for index, logits in seen.items():
-            threshold = quantile_threshold(torch.cat(logits), capacities[index], model.mod_config.keep_first)
+            config = model.mod_config
+            threshold = quantile_threshold(
+                torch.cat(logits), capacities[index], config.keep_first, config.predictor_slack
+            )
             predictor_threshold(model, index).fill_(threshold)
             thresholds[index] = threshold
     return thresholds
 
 
-def quantile_threshold(logits: Tensor, capacity: float, keep_first: int) -> float:
-    """Return what `N * k` of the `[N, S]` logits exceed, each row's first `keep_first` tokens counted as selected."""
+def quantile_threshold(logits: Tensor, capacity: float, keep_first: int, slack: float) -> float:
+    """Return the threshold at which `N * k` of the `[N, S]` logits' tokens run, or the nearest number below.
+
+    Each row's first `keep_first` tokens run in any case. Where the limit of `select_predicted` would turn many tokens
+    away, the threshold is not lowered further than to where `slack * N * k` tokens are selected: else the last tokens
+    of a chunk would be turned away for much worse ones before them.
+    """
     count, length = logits.shape
     k = capacity_tokens(capacity, length)
     if k >= length:
@@ -66,8 +75,27 @@ def quantile_threshold(logits: Tensor, capacity: float, keep_first: int) -> floa
     wanted = count * max(0, k - keep_first)
     if wanted == 0 or len(free) == 0:
         return float(free[0]) if len(free) else 0.0
-    if wanted >= len(free):
-        return torch.finfo(logits.dtype).min
-    inside, outside = free[wanted - 1], free[wanted]
+    low, high = wanted, min(len(free), max(wanted, math.floor(wanted * slack)))  # how many are selected
+    while low < high:
+        middle = (low + high + 1) // 2
+        running = _running(logits > _below(free, middle), capacity, slack, keep_first)
+        low, high = (middle, high) if running <= count * k else (low, middle - 1)
+    return _below(free, low)
+
+
+def _below(descending: Tensor, number: int) -> float:
+    """Return what the first `number` values exceed, and if possible the next one does not."""
+    if number >= len(descending):
+        return torch.finfo(descending.dtype).min
+    inside, outside = descending[number - 1], descending[number]
     middle = outside + (inside - outside) / 2
     return float(middle if middle < inside else outside)
+
+
+def _running(selected: Tensor, capacity: float, slack: float, keep_first: int) -> int:
+    """Count the tokens of `[N, S]` that run when those are `selected` and each row's first."""
+    selected = selected.clone()
+    selected[:, :keep_first] = True
+    chunks = selected.split(PREDICTOR_CHUNK, dim=1)
+    limit = chunk_limit(capacity, slack)
+    return sum(int(chunk.sum(dim=1).clamp(max=limit).sum()) for chunk in chunks)

@@ -167,6 +167,6 @@ def test_bundles_that_cannot_be_compared(
         value = (TensorSpec(name="logits", shape=(1, 1, value), dtype="float32"),)
         name = "outputs"
     bundles = {"dense": dense, "mod": dataclasses.replace(mod, **{name: value})}
-    monkeypatch.setattr(benchmark, "load_engine", lambda bundle, *_, **__: Loaded(bundles[bundle]))
+    monkeypatch.setattr(benchmark, "load_prefill", lambda bundle, *_, **__: Loaded(bundles[bundle]))
     with pytest.raises(ExportError, match=f"dense and mod cannot be compared: {message}"):
         bench("dense", "mod")

@@ -24,7 +24,7 @@ from modify.checkpoint import (
 )
 from modify.conversion import convert_checkpoint
 from modify.errors import CheckpointError, ConfigError, DataError, ModifyError
-from modify.modeling import MOD_WEIGHTS
+from modify.mod_weights import MOD_WEIGHTS
 
 IDS = torch.arange(3, 33).view(2, 15)
 CONFIG = modify.MoDConfig(capacity=1.0, every=1)

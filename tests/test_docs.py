@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints import byte_tokenizer
+from generation_bundle import write_bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
@@ -35,3 +38,15 @@ def test_names_and_links(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
     for path in re.findall(r"`((?:tests|passes|export|modify|cli|examples|benchmarks)/[\w/]+\.\w+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_runtime_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    write_bundle(tmp_path / "bundle", companions=tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "runtime.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    namespace: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "runtime.md", "exec"), namespace)
+    assert len(namespace["result"].tokens) == 2

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import CONTEXT, byte_tokenizer, write_llama
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import modify
 from modify.errors import ConfigError
 from modify.generation import generate_text
+from modify.generation_report import join_steps
 
 TOKENIZER = byte_tokenizer()
 
@@ -40,13 +45,74 @@ def test_overflow_is_reported(dense: PreTrainedModel) -> None:
     model.predictors.get_submodule("1").threshold.fill_(-100)  # every token wants to run
     limit = 7  # ceil(1.25 * 5) of 256 tokens
     assert generate_text(model, TOKENIZER, "hello", max_new_tokens=6).overflow == 5 + 5 - limit
-    assert generate_text(dense, TOKENIZER, "hello", max_new_tokens=6).overflow is None
+    assert generate_text(dense, TOKENIZER, "hello", max_new_tokens=6).overflow == 0
+
+
+def test_steps_tell_what_ran(dense: PreTrainedModel, model: PreTrainedModel) -> None:
+    result = generate_text(model, TOKENIZER, "hello", max_new_tokens=6)
+    assert [step.tokens for step in result.steps] == [5, 1, 1, 1, 1, 1]
+    with torch.no_grad():
+        ids = TOKENIZER(result.prompt + result.text, return_tensors="pt")["input_ids"][:, :-1]
+        cache = model(ids, use_cache=True).cache
+    usage = cache.usage()
+    ran = {index: sum(usage[index].ran) for index in (1, 3)}
+    every = join_steps(result.steps)
+    assert every.routed_run == pytest.approx(sum(ran.values()) / 20)
+    assert every.blocks_run == pytest.approx((20 + sum(ran.values())) / 40)
+    assert every.cache_bytes == cache.bytes <= every.allocated_bytes
+    assert 0 < every.cache_fill <= 1
+    assert 0 < every.seconds <= result.seconds
+    plain = generate_text(dense, TOKENIZER, "hello", max_new_tokens=6).steps[-1]
+    per_token = 4 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, size, bytes
+    assert (plain.blocks_run, plain.routed_run, plain.cache_bytes) == (1.0, None, 10 * per_token)
+
+
+def test_without_a_cache_there_are_no_steps(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    result = generate_text(model, TOKENIZER, "hello", max_new_tokens=2)
+    assert (result.steps, result.overflow) == ((), None)
+    assert len(model._forward_hooks) == 0
+
+
+def test_top_k_of_one_is_greedy(model: PreTrainedModel) -> None:
+    greedy = generate_text(model, TOKENIZER, "hello", max_new_tokens=6).text
+    assert generate_text(model, TOKENIZER, "hello", max_new_tokens=6, temperature=5.0, top_k=1).text == greedy
+    free = generate_text(model, TOKENIZER, "hello", max_new_tokens=6, temperature=5.0)
+    assert free.text != greedy
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+def test_ten_thousand_steps_leak_nothing() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = modify.MoDForCausalLM.from_dense(LlamaForCausalLM(config).eval(), modify.MoDConfig(capacity=0.5))
+
+    def resident_bytes() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @torch.no_grad()
+    def decode(steps: int) -> None:
+        for start in range(0, steps, 250):
+            cache, token = model.new_cache(), torch.tensor([[1 + start % 97]])
+            for _ in range(250):
+                token = model(token, cache=cache).logits[:, -1:].argmax(-1)
+
+    decode(2000)
+    before = resident_bytes()
+    decode(10_000)
+    # The caches of these 40 generations would take 3 MB, the logits 4 MB; the allocator's own wavering less than one.
+    assert resident_bytes() - before < 2**20
 
 
 def test_speculation_says_what_the_dense_model_says(model: PreTrainedModel, dense: PreTrainedModel) -> None:
     plain = generate_text(dense, TOKENIZER, "hello", max_new_tokens=20)
     result = generate_text(model, TOKENIZER, "hello", max_new_tokens=20, speculative=True)
-    assert (result.text, result.new_tokens, result.overflow) == (plain.text, 20, None)
+    assert (result.text, result.new_tokens, result.overflow) == (plain.text, 20, 0)
+    assert len(result.steps) == result.dense_passes
     assert 0 < result.acceptance <= 1
     assert 20 / 5 <= result.dense_passes < 20
     assert plain.acceptance is plain.dense_passes is None
@@ -90,6 +156,7 @@ def test_chat_template(model: PreTrainedModel) -> None:
         ("hello", {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ("hello", {"temperature": -1.0}, "temperature"),
         ("hello", {"top_p": 0.0}, "top_p"),
+        ("hello", {"top_k": 0}, "top_k must be at least 1"),
         ("hello", {"max_new_tokens": CONTEXT}, f"lower max_new_tokens to {CONTEXT - 5}"),
         ("h" * CONTEXT, {}, "shorten the prompt"),
     ],

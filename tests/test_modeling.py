@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import modify
 from modify.errors import CheckpointError, ConfigError
-from modify.modeling import MOD_WEIGHTS
+from modify.mod_weights import MOD_WEIGHTS
 
 IDS = torch.arange(3, 33).view(2, 15)
 

@@ -20,7 +20,7 @@ import modify
 from modify import MoDConfig, MoDForCausalLM, RetrainConfig
 from modify.data import PackedDataset
 from modify.errors import ConfigError, ModifyError
-from modify.modeling import MOD_PREFIXES
+from modify.mod_weights import MOD_PREFIXES
 from modify.retrain_adapters import adapter_targets, trained_parts
 
 OPTIONS: dict[str, Any] = {

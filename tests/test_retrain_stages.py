@@ -21,7 +21,8 @@ import modify
 from modify import RetrainConfig, RetrainReport
 from modify.errors import ConfigError
 from modify.evaluation import run_rows
-from modify.modeling import MOD_PREFIXES, MoDForCausalLM
+from modify.mod_weights import MOD_PREFIXES
+from modify.modeling import MoDForCausalLM
 
 OPTIONS: dict[str, Any] = {
     "steps": 6,

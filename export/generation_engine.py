@@ -1,0 +1,280 @@
+"""The runtime of a generation bundle: token ids in, token ids out, with caches in place, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modify.errors import ConfigError, ExportError
+from modify.export.bundle import GenerationManifest, GraphSpec, read_json
+from modify.export.decoding_state import CHUNK, DecodingState
+from modify.export.sampling import Sampling
+from modify.export.sessions import Signature, check_signature
+from modify.generation_checks import check_room
+from modify.generation_report import StepMeter, StepStatistics
+
+# A run reads all weights: on a CPU that costs about as much as computing so many tokens (SmolLM2's shapes, float32).
+_RUN_COST = 8
+
+# Options of generation_config.json that change which token is chosen, and are not applied here: their neutral values.
+_NOT_APPLIED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One new token for every sequence that has not ended.
+
+    Attributes:
+        tokens: the new token of each sequence; None where it had ended before.
+        statistics: of the run that led to them.
+    """
+
+    tokens: tuple[int | None, ...]
+    statistics: StepStatistics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Continuations:
+    """What `GenerationEngine.generate` returns.
+
+    Attributes:
+        tokens: the new tokens of each prompt, the stop token included.
+        stopped: whether each ended with a stop token, and not because there were enough.
+        steps: what each step did.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    stopped: tuple[bool, ...]
+    steps: tuple[StepStatistics, ...]
+
+
+class GenerationEngine:
+    """A model that generates, loaded; from `load_engine`. Several generations may run at a time.
+
+    Attributes:
+        manifest: what the bundle says of itself.
+        folder: the bundle.
+        providers: the execution providers that ONNX Runtime really uses, first choice first.
+        stop_tokens: the ids that end a sequence, from the bundle's `generation_config.json`.
+    """
+
+    def __init__(
+        self, manifest: GenerationManifest, folder: Path, sessions: Mapping[str, Any], runtime: Any
+    ) -> None:
+        """Use `load_engine` instead.
+
+        Raises:
+            ExportError: a graph does not take or return what the manifest says, or a file cannot be read.
+        """
+        self.manifest, self.folder = manifest, folder
+        self._sessions, self._runtime = dict(sessions), runtime
+        if [graph.chunk for graph in manifest.graphs if graph.role == "decode"] != [1]:
+            raise ExportError(f"{folder} has no decode graph for one token at a time; export it again")
+        for graph in manifest.graphs:
+            shapes = {"input_ids": (manifest.batch, graph.chunk), "count": (manifest.batch,)}
+            takes: dict[str, Signature] = {name: (shape, None) for name, shape in shapes.items()}
+            returns: dict[str, Signature] = {"logits": ((manifest.batch, 1, manifest.vocabulary), None)}
+            for state in manifest.states:
+                takes[state.input] = returns[state.output] = (state.shape, state.grows)
+            check_signature(graph.file, self._sessions[graph.file], takes, returns)
+        self.providers: tuple[str, ...] = tuple(next(iter(self._sessions.values())).get_providers())
+        config = read_json(folder / "generation_config.json")
+        self.stop_tokens = frozenset(_as_ids(config.get("eos_token_id")))
+        ignored = [
+            name for name, neutral in _NOT_APPLIED.items() if config.get(name, neutral) not in (neutral, None)
+        ]
+        if ignored:
+            warnings.warn(
+                f"{folder / 'generation_config.json'}: {', '.join(ignored)} will not be applied; this runtime knows "
+                "temperature, top_k and top_p, and takes them as arguments",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> Continuations:
+        """Continue token ids; arguments and errors are those of `stream`."""
+        tokens: list[list[int]] = [[] for _ in prompts]
+        steps = []
+        for step in self.stream(prompts, **options):
+            steps.append(step.statistics)
+            for found, token in zip(tokens, step.tokens, strict=True):
+                if token is not None:
+                    found.append(token)
+        stop = self._stop_tokens(options.get("stop_tokens"))
+        return Continuations(
+            tokens=tuple(map(tuple, tokens)),
+            stopped=tuple(found[-1] in stop for found in tokens),
+            steps=tuple(steps),
+        )
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Collection[int] | None = None,
+    ) -> Iterator[Step]:
+        """Continue token ids step by step.
+
+        Args:
+            prompts: token ids of up to `manifest.batch` prompts, of any lengths.
+            max_new_tokens: give each at most so many new tokens.
+            temperature: 0 takes the likeliest token; above 0, sample; see `Sampling` for this and the next three.
+            top_k: sample from that many of the likeliest tokens.
+            top_p: sample from the smallest set of tokens that has this probability.
+            seed: of the sampling.
+            stop_tokens: ids that end a sequence; None for the bundle's own, an empty collection for none.
+
+        Raises:
+            ConfigError: an option is out of range, or the prompts do not fit the bundle.
+            ExportError: ONNX Runtime fails, or the model returns no numbers.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        ids = self._check_prompts(prompts, max_new_tokens)
+        return self._steps(ids, max_new_tokens, sampling, self._stop_tokens(stop_tokens))
+
+    def _steps(
+        self, prompts: list[NDArray[np.int64]], most: int, sampling: Sampling, stop: Collection[int]
+    ) -> Iterator[Step]:
+        manifest = self.manifest
+        state = DecodingState(manifest, self._sessions, self._runtime)
+        meter = _Meter(manifest, state)
+        decode = next(graph for graph in manifest.graphs if graph.role == "decode")
+        generators = sampling.generators(len(prompts))
+        active = np.zeros(manifest.batch, np.int64)
+        active[: len(prompts)] = 1
+        ids = np.zeros((manifest.batch, 1), np.int64)
+        start = time.perf_counter()
+        logits = self._prefill(state, prompts)
+        for number in range(most):
+            if number:
+                start = time.perf_counter()
+                logits = state.run(decode, ids, active)
+            rows = np.flatnonzero(active)
+            if np.isnan(logits[rows]).any():
+                raise ExportError(
+                    f"{self.folder}: the model returned not-a-number; its weights are of no use"
+                )
+            tokens: list[int | None] = [None] * len(prompts)
+            for row in rows.tolist():
+                token = sampling.choose(logits[row], generators[row])
+                tokens[row] = ids[row, 0] = token
+                active[row] = token not in stop
+            yield Step(tokens=tuple(tokens), statistics=meter.step(time.perf_counter() - start))
+            if not active.any():
+                return
+
+    def _prefill(self, state: DecodingState, prompts: list[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """Run the prompts, in chunks, and return `[B, V]` logits of their last tokens."""
+        manifest = self.manifest
+        lengths = np.zeros(manifest.batch, np.int64)
+        lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
+        last = np.zeros((manifest.batch, manifest.vocabulary), np.float32)
+        while (left := lengths - state.seen).any():
+            graph = self._graph_for(int(left.max()))
+            to_boundary = CHUNK - state.seen % CHUNK  # a run stays within a chunk of the predictors' limit
+            count = np.minimum(left, np.minimum(graph.chunk, to_boundary))
+            ids = np.zeros((manifest.batch, graph.chunk), np.int64)
+            for row, prompt in enumerate(prompts):
+                done = state.seen[row]
+                ids[row, : count[row]] = prompt[done : done + count[row]]
+            logits = state.run(graph, ids, count)
+            last[count > 0] = logits[count > 0]
+        return last
+
+    def _graph_for(self, tokens: int) -> GraphSpec:
+        """The graph that runs so many tokens most cheaply."""
+        return min(
+            self.manifest.graphs,
+            key=lambda graph: (-(-tokens // graph.chunk) * (graph.chunk + _RUN_COST), graph.chunk),
+        )
+
+    def _stop_tokens(self, given: Collection[int] | None) -> Collection[int]:
+        return self.stop_tokens if given is None else frozenset(given)
+
+    def _check_prompts(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> list[NDArray[np.int64]]:
+        manifest = self.manifest
+        if not 1 <= len(prompts) <= manifest.batch:
+            raise ConfigError(
+                f"{len(prompts)} prompts: the bundle runs 1 to {manifest.batch} at a time; give them in groups, or "
+                "export it with a larger batch"
+            )
+        arrays = []
+        for number, prompt in enumerate(prompts):
+            ids = np.asarray(prompt)
+            if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+                raise ConfigError(f"prompt {number} must be a list of token ids, at least one")
+            if ids.min() < 0 or ids.max() >= manifest.vocabulary:
+                raise ConfigError(
+                    f"prompt {number}: token ids must be 0 to {manifest.vocabulary - 1}, got "
+                    f"{ids.min()} to {ids.max()}"
+                )
+            check_room(len(ids), max_new_tokens, manifest.length, "the bundle's length")
+            arrays.append(ids.astype(np.int64))
+        return arrays
+
+
+class _Meter:
+    """Reads the statistics of a step off the states."""
+
+    def __init__(self, manifest: GenerationManifest, state: DecodingState) -> None:
+        self.state = state
+        order = {routed.block: column for column, routed in enumerate(manifest.routed_blocks)}
+        # Of every cache: bytes per token, and the column of `ran` that says how many it holds; None for all tokens.
+        self.caches: list[tuple[int, int | None]] = []
+        blocks = set()
+        for spec in manifest.states:
+            name, _, index = spec.input.partition("_")
+            if name not in ("keys", "values") or not index.isdigit() or spec.grows is None:
+                continue
+            block, slots = int(index), spec.shape[spec.grows]
+            blocks.add(block)
+            size = int(np.prod(spec.shape)) // (slots * manifest.batch) * np.dtype(spec.dtype).itemsize
+            keeps_all = block not in order or slots > manifest.length
+            self.caches.append((size, None if keeps_all else order[block]))
+        self.meter = StepMeter(len(blocks), len(order))
+
+    def step(self, seconds: float) -> StepStatistics:
+        """Return what happened since the last call."""
+        ran, overflow = self.state.read("ran"), self.state.read("overflow")
+        seen = int(self.state.seen.sum())
+        held = 0
+        for size, column in self.caches:
+            held += size * (seen if column is None or ran is None else int(ran[:, column].sum()))
+        return self.meter.step(
+            seconds=seconds,
+            seen=seen,
+            ran=0 if ran is None else int(ran.sum()),
+            overflow=0 if overflow is None else int(overflow.sum()),
+            cache_bytes=held,
+            allocated_bytes=self.state.allocated_bytes,
+        )
+
+
+def _as_ids(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,43 @@
+"""What every generation, by a PyTorch model or an exported bundle, asks of its options."""
+
+from __future__ import annotations
+
+from modify.config import MOST_SEED, check_integer
+from modify.errors import ConfigError
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
+    """Check how tokens are to be drawn.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+        raise ConfigError(
+            f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
+        )
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, got {top_k}")
+    check_integer("seed", seed, 0, MOST_SEED)
+
+
+def check_room(prompt_tokens: int, max_new_tokens: int, most: int | None, whose: str) -> None:
+    """Check that a prompt and its continuation fit.
+
+    Args:
+        prompt_tokens: of the prompt.
+        max_new_tokens: to be generated.
+        most: how many there may be together; None for no limit.
+        whose: of what the limit is, for the message.
+
+    Raises:
+        ConfigError: there is no token to generate, or too many.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if most is not None and prompt_tokens + max_new_tokens > most:
+        room = most - prompt_tokens
+        remedy = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
+        raise ConfigError(
+            f"the prompt's {prompt_tokens} tokens and {max_new_tokens} new ones exceed {whose} of {most}; {remedy}"
+        )
