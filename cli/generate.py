@@ -51,6 +51,13 @@ def generate(
         float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
     ] = 1.0,
     seed: Seed = 0,
+    speculative: Annotated[
+        bool,
+        typer.Option(
+            "--speculative",
+            help="Let the routed model draft and the dense model verify: the text is the dense model's.",
+        ),
+    ] = False,
     stats: Annotated[
         bool,
         typer.Option(
@@ -90,6 +97,8 @@ def generate(
 
       modify generate SmolLM2-mod/ --chat --prompt "Name three rivers." --temperature 0.7
 
+      modify generate SmolLM2-mod/ --prompt "The capital of France is" --speculative
+
       cat letter.txt | modify generate bundle/ --file - --max-new-tokens 50
     """
     terminal = Terminal(as_json=json, verbose=verbose)
@@ -106,6 +115,10 @@ def generate(
     if is_bundle(checkpoint):
         if device is not None:
             raise ConfigError(f"--device: {checkpoint} is a bundle; name its runtime's device by --provider")
+        if speculative:
+            raise ConfigError(
+                f"--speculative: {checkpoint} is a bundle, without a dense model to verify drafts"
+            )
         from modify.export import generate_text as from_bundle
 
         with terminal.stages("loading"):
@@ -119,7 +132,7 @@ def generate(
         with terminal.stages("loading"):
             tokenizer = load_tokenizer(checkpoint)
             model = load_model(checkpoint, device=device or "auto")
-        result = from_checkpoint(model, tokenizer, text, **options)
+        result = from_checkpoint(model, tokenizer, text, speculative=speculative, **options)
     values = result.to_dict()
     if not stats:
         del values["steps"]
@@ -129,6 +142,10 @@ def generate(
     terminal.note(
         f"{result.new_tokens} tokens in {result.seconds:.1f} s after {result.prompt_tokens} of prompt"
     )
+    if result.acceptance is not None:
+        terminal.note(
+            f"{result.acceptance:.0%} of drafted tokens accepted, {result.dense_passes} passes of the dense model"
+        )
     if result.overflow:
         terminal.note(
             f"{result.overflow} times a token skipped a block since its predictor's limit was reached"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from modify.decoding import Decoder
 from modify.errors import CacheError, ConfigError, ModifyError
 from modify.kv_cache import MoDCache
 from modify.ops.routing import BlockRouting, RoutedOutput
 from modify.packing import Packing, count_positions, is_right_padded, last_tokens
+from modify.speculative import Draft, RoutedCandidates
 
 Routing = Literal["topk", "predictor", "dense"]
 
@@ -33,12 +34,66 @@ class CachedGeneration:
             CacheError: the routing or the model cannot be decoded with a cache.
         """
         routing = routing or "predictor"
-        if routing not in ("predictor", "dense"):
+        check_routing(routing)
+        if routing == "topk":
             raise CacheError(
                 f"{routing} routing looks at tokens that follow, and cannot be decoded with a cache; route by "
                 "predictor, or generate with use_cache=False"
             )
         return MoDCache(routing, self._decoder().graphs(self, routing).kinds)
+
+    def draft(self: Any, tokens: int = 4, confidence: float = 0.4) -> Draft:
+        """Return an assistant for lossless speculative decoding: `model.generate(ids, assistant_model=model.draft())`.
+
+        The routed model drafts tokens, which the dense model, of the same weights, verifies: the text is the dense
+        model's own, whatever the routed model is worth. One sequence at a time.
+
+        Args:
+            tokens: how many tokens to draft, at most, before they are verified.
+            confidence: stop drafting after a token that is less probable.
+
+        Raises:
+            CacheError: the model cannot be decoded with a cache.
+            ConfigError: an option is out of range.
+        """
+        return Draft(self, tokens, confidence)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Generate as `GenerationMixin.generate` does; with a `draft()` as `assistant_model`, the dense model's text.
+
+        Raises:
+            ConfigError: the draft is another model's, or verification is not to be dense.
+        """
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, Draft):
+            if draft.model is not self:
+                raise ConfigError("the draft is another model's; make one by draft() of this model")
+            if kwargs.setdefault("routing", "dense") != "dense":
+                raise ConfigError(
+                    f"routing={kwargs['routing']!r}: drafts are verified by the dense model; leave the option out"
+                )
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+
+    def _drafts(
+        self: Any,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+        assistant_model: Any = None,
+        **kwargs: Any,
+    ) -> RoutedCandidates | None:
+        """Return what drafts in assisted generation; None where that is up to transformers.
+
+        Raises:
+            CacheError: there are tokens in the cache; transformers would run them once more, at later positions.
+        """
+        if model_kwargs["cache"].get_seq_length() > 0:
+            raise CacheError(
+                "assisted generation reads the whole sequence, and is given a cache with tokens; leave the cache out"
+            )
+        if not isinstance(assistant_model, Draft):
+            return None
+        return RoutedCandidates(assistant_model, generation_config, logits_processor)
 
     def _decoder(self: Any) -> Decoder:
         """The graphs for decoding take seconds to capture: they are made when they are first needed."""
@@ -60,6 +115,7 @@ class CachedGeneration:
             model_kwargs["routing"] = routing
         given = model_kwargs.get("cache")
         if given is not None:
+            _check_cache(given)
             given._is_user_defined = True
             return
         if generation_config.use_cache is False:
@@ -87,8 +143,7 @@ class CachedGeneration:
         """Return logits, and the cache, which is made where none is given."""
         if cache is None:
             cache = self.new_cache(routing)
-        if not isinstance(cache, MoDCache):
-            raise CacheError(f"the cache is a {type(cache).__name__}; make one by new_cache() of this model")
+        _check_cache(cache)
         if routing is not None and routing != cache.routing:
             raise CacheError(f"the cache was made for {cache.routing} routing, and is used with {routing}")
         logits = self._decoder().run(self, cache, input_ids, attention_mask, position_ids, keep)
@@ -125,3 +180,14 @@ class CachedGeneration:
             logits = packing.unpack(logits)
             blocks = blocks and {index: packing.unpack_routing(block) for index, block in blocks.items()}
         return logits, blocks
+
+
+def check_routing(routing: str) -> None:
+    """Raise `ConfigError` unless there is such a routing."""
+    if routing not in get_args(Routing):
+        raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, MoDCache):
+        raise CacheError(f"the cache is a {type(cache).__name__}; make one by new_cache() of this model")

@@ -116,6 +116,8 @@ class Decoder:
             CacheError: the call does not fit the cache.
         """
         graphs = self.graphs(model, cache.routing)
+        if cache.kinds != graphs.kinds:
+            raise CacheError("the cache was made for another model; make one by new_cache() of this model")
         return _run(model, graphs, cache, input_ids, attention_mask, position_ids, keep)
 
     def _check(self, model: Any, graphs: CachedGraphs) -> None:

@@ -14,6 +14,7 @@ from modify.errors import ConfigError
 from modify.generation_checks import check_room, check_sampling
 from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
+from modify.modeling import MoDForCausalLM
 
 
 def generate_text(
@@ -27,6 +28,7 @@ def generate_text(
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
+    speculative: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
     """Continue a prompt with a converted or a dense model.
@@ -43,11 +45,13 @@ def generate_text(
         top_k: when sampling, from that many of the likeliest tokens; None for all.
         top_p: when sampling, from the smallest set of tokens that has this probability.
         seed: of the sampling.
+        speculative: let the routed model draft and the dense model verify: the text is the dense model's.
         on_text: called with each piece of text as soon as it is final.
 
     Raises:
         ConfigError: an option is out of range, the prompt is empty, or prompt and new tokens exceed the model's
-            context.
+            context; speculation with a dense model.
+        CacheError: speculation with a model that cannot be decoded with a cache.
     """
     check_sampling(temperature, top_k, top_p, seed)
     text, ids = _encode(tokenizer, prompt, chat)
@@ -58,6 +62,13 @@ def generate_text(
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
+    draft = None
+    if speculative:
+        if not isinstance(model, MoDForCausalLM):
+            raise ConfigError(
+                "speculation needs a converted model, and is given a dense one; leave speculative out"
+            )
+        draft = model.draft()
     recorder = _Recorder(tokenizer, on_text, count)
     start = time.perf_counter()
     hook = model.register_forward_hook(recorder.look, with_kwargs=True)
@@ -71,6 +82,7 @@ def generate_text(
                 max_new_tokens=max_new_tokens,
                 pad_token_id=_pad_token(tokenizer),
                 streamer=recorder,
+                assistant_model=draft,
                 **sampling,
             )
     finally:
@@ -83,6 +95,8 @@ def generate_text(
         new_tokens=len(new),
         seconds=time.perf_counter() - start,
         steps=tuple(recorder.steps),
+        acceptance=None if draft is None else draft.acceptance,
+        dense_passes=None if draft is None else draft.rounds,
     )
 
 
@@ -111,13 +125,13 @@ class _Recorder(TextStreamer):
             self._meter = StepMeter(len(self._cache), 0)
 
     def put(self, value: Tensor) -> None:
-        """Called by `generate` with the prompt, and then with each new token."""
+        """Called by `generate` with the prompt, and then with each new token, or those of a dense model's pass."""
         is_prompt, now = self._last is None, time.perf_counter()
         super().put(value)
         if not is_prompt and self._meter is not None:
             assert self._last is not None
             self.steps.append(self._meter.step(seconds=now - self._last, seen=self.seen, **self._counts()))
-            self.seen += 1
+            self.seen += value.numel()
         self._last = time.perf_counter()
 
     def _counts(self) -> dict[str, int]:

@@ -102,7 +102,10 @@ class Generation:
         prompt_tokens: number of tokens of the prompt.
         new_tokens: number of tokens generated.
         seconds: wall time of the generation.
-        steps: one per new token; empty where the model has no cache to look at.
+        steps: one per new token, or, with speculation, per pass of the dense model; empty where the model has no cache
+            to look at.
+        acceptance: the share of drafted tokens that the dense model agreed to; None without speculation.
+        dense_passes: forward passes of the dense model, the prompt's included; None without speculation.
     """
 
     prompt: str
@@ -111,6 +114,8 @@ class Generation:
     new_tokens: int
     seconds: float
     steps: tuple[StepStatistics, ...] = ()
+    acceptance: float | None = None
+    dense_passes: int | None = None
 
     @property
     def overflow(self) -> int | None:

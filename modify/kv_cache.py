@@ -91,6 +91,22 @@ class MoDCache(Cache):
         self._columns = torch.cat([self._columns, new], dim=1)
         return self.memory, None if bool(new.all()) else new
 
+    def borrow(self, routing: str, kinds: Mapping[int, BlockKind]) -> MoDCache:
+        """Return a cache for another routing that starts with the tokens in this one, whose keys and values it shares.
+
+        What is added to it goes into free slots of this cache, which does not see it. So it is good until the next
+        call with this one.
+
+        Args:
+            routing: of the calls to come.
+            kinds: what its blocks keep: keys and values of all tokens, in the form that this cache has them.
+        """
+        borrowed = MoDCache(routing, kinds)
+        if self.memory is not None:
+            borrowed.memory = self.memory.borrow(kinds)
+        borrowed._columns = self._columns
+        return borrowed
+
     def finish(self, last_logits: Tensor, is_new: Tensor | None) -> Tensor:
         """End a call.
 
@@ -159,15 +175,14 @@ class MoDCache(Cache):
         Raises:
             CacheError: there are not so many, or the number is positive.
         """
-        left = self.get_seq_length() + tokens_to_remove
-        if tokens_to_remove > 0 or left < 0:
+        if not isinstance(tokens_to_remove, int) or not -self.get_seq_length() <= tokens_to_remove <= 0:
             raise CacheError(
-                f"crop({tokens_to_remove}): give minus the number of columns to forget, at most "
+                f"crop({tokens_to_remove!r}): give minus the number of columns to forget, at most "
                 f"{self.get_seq_length()}"
             )
         if tokens_to_remove == 0 or self.memory is None or self._columns is None:
             return
-        self._columns = self._columns[:, :left]
+        self._columns = self._columns[:, : self.get_seq_length() + tokens_to_remove]
         self.memory.crop(self._columns.sum(dim=1).tolist())
         self.last_logits = None
 

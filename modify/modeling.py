@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,9 +21,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput, cached_file
 
-from modify.cached_generation import CachedGeneration, Routing
+from modify.cached_generation import CachedGeneration, Routing, check_routing
+from modify.call_checks import check_call
 from modify.capture import capture, model_device
 from modify.config import MoDConfig
 from modify.convert import ConversionRecord, convert, convert_captured, route_by_predictor
@@ -32,7 +34,7 @@ from modify.kv_cache import MoDCache
 from modify.mod_weights import MOD_PREFIXES, MOD_WEIGHTS, load_mod_weights, refuse_mismatch
 from modify.model_config import MoDModelConfig, model_config
 from modify.ops.routing import BlockRouting
-from modify.ops.split_block import install_split_blocks
+from modify.ops.split_block import SplitBlock, adopt_parts, install_split_blocks
 from modify.passes.base import routing_of
 from modify.passes.runner import copy_graph
 
@@ -104,6 +106,7 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         self._decoders = {}
         self._register_constants(graph)
         self._graph_device = model_device(dense)
+        self._graph_dtype = self.dtype
         for name in (
             "base_model_prefix",
             "_no_split_modules",
@@ -213,12 +216,13 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
                 f"{', '.join(unknown)}: this model takes input_ids, attention_mask, labels, routing, position_ids, "
                 "cache, use_cache and logits_to_keep; leave the argument out"
             )
-        if routing not in (None, *get_args(Routing)):
-            raise ConfigError(f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}")
+        if routing is not None:
+            check_routing(routing)
         if labels is not None and (logits_to_keep or cache is not None):
             raise ConfigError(
                 "labels need the logits of the whole sequence; leave out cache and logits_to_keep"
             )
+        check_call(input_ids, attention_mask, position_ids, logits_to_keep, has_cache=cache is not None)
         self._follow_device(input_ids.device)
         loss = blocks = None
         if cache is not None or (use_cache and labels is None):
@@ -242,6 +246,11 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
     ) -> None:
         """Called by `generate`; see `CachedGeneration`."""
         self._give_cache(generation_config, model_kwargs)
+
+    def _get_candidate_generator(self, **kwargs: Any) -> CandidateGenerator:  # type: ignore[override]
+        """Called by `generate`; see `CachedGeneration`."""
+        mixin: Any = super()
+        return self._drafts(**kwargs) or mixin._get_candidate_generator(**kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """None: `forward` counts real tokens itself, also where padding stands between a prompt and what follows it."""
@@ -273,6 +282,24 @@ class MoDForCausalLM(PreTrainedModel, CachedGeneration, GenerationMixin):
         if routing not in self._graphs:
             self._graphs[routing] = route_by_predictor(self._graphs["topk"], self.mod_config)
         return self._graphs[routing]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoDForCausalLM:
+        """Called by `to()`, `half()` and the like."""
+        super()._apply(fn, recurse)
+        if self.dtype != self._graph_dtype:
+            self._capture_again()
+        return self
+
+    def _capture_again(self) -> None:
+        """Tracing bakes casts into a graph, and which of them follow the model's type cannot be told; so trace anew."""
+        graph = convert_captured(capture(self._dense[0]), self.mod_config, self.conversion_record)
+        for name, module in graph.named_modules():
+            if isinstance(module, SplitBlock):  # whose parts are code, likewise
+                adopt_parts(self.get_submodule(name), module.parts)
+        self._graphs = {"topk": graph, "dense": graph.meta["dense_graph"]}
+        self._annealed, self._decoders = (), {}
+        self._register_constants(graph)
+        self._graph_device, self._graph_dtype = model_device(self._dense[0]), self.dtype
 
     def _follow_device(self, device: torch.device) -> None:
         """Tracing bakes the device of constants into a graph; rewrite it when the model has moved."""

@@ -155,6 +155,17 @@ def test_generate_streams_what_it_returns(run: Run, tmp_path: Path) -> None:
     assert chat["prompt"] == "user: hello\nassistant:"
 
 
+def test_speculative_generation_says_what_the_dense_model_says(run: Run) -> None:
+    options = "--prompt hello --max-new-tokens 8 --json"
+    dense = json.loads(run(f"generate dense {options}"))
+    drafted = json.loads(run(f"generate mod {options} --speculative"))
+    assert drafted["text"] == dense["text"]
+    assert (dense["acceptance"], dense["dense_passes"]) == (None, None)
+    assert 0 <= drafted["acceptance"] <= 1
+    assert 2 <= drafted["dense_passes"] <= 8
+    assert main(["generate", "dense", *options.split(), "--speculative"]) == 2
+
+
 def test_gguf_is_a_source_of_every_kind(run: Run, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     assert json.loads(run(f"inspect {path} --json"))["model_type"] == "llama"

@@ -108,6 +108,18 @@ def test_ten_thousand_steps_leak_nothing() -> None:
     assert resident_bytes() - before < 2**20
 
 
+def test_speculation_says_what_the_dense_model_says(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    plain = generate_text(dense, TOKENIZER, "hello", max_new_tokens=20)
+    result = generate_text(model, TOKENIZER, "hello", max_new_tokens=20, speculative=True)
+    assert (result.text, result.new_tokens, result.overflow) == (plain.text, 20, 0)
+    assert len(result.steps) == result.dense_passes
+    assert 0 < result.acceptance <= 1
+    assert 20 / 5 <= result.dense_passes < 20
+    assert plain.acceptance is plain.dense_passes is None
+    with pytest.raises(ConfigError, match="speculation needs a converted model"):
+        generate_text(dense, TOKENIZER, "hello", speculative=True)
+
+
 def test_converted_at_full_capacity_says_what_the_dense_model_says(dense: PreTrainedModel) -> None:
     whole = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=1.0))
     texts = [generate_text(m, TOKENIZER, "hello", max_new_tokens=6).text for m in (whole, dense)]

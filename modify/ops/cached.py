@@ -142,12 +142,11 @@ def _store(
     else:  # these tokens are in the log already
         before = [n - c for n, c in zip(block.log.lengths, running.counts, strict=True)]
         length = max(block.log.lengths)
-    stores = (block.keys, block.values)
-    for store, values, dim in zip(stores, new, token_dims, strict=True):
+    for store, values, dim in zip(block.stores, new, token_dims, strict=True):
         if values.shape[dim] != running.positions.shape[1]:
             raise CacheError(f"keys or values {list(values.shape)} do not have one row per token")
         store.append(values, dim, running, before, block.kind.bound(step.slots))
-    return Stored(stores, length)
+    return Stored(block.stores, length)
 
 
 def block_cache(step: CacheStep, index: int, running: Running | None = None) -> BlockCache:

@@ -41,13 +41,18 @@ class BlockMemory:
         self.keys, self.values = TokenStore(), TokenStore()
         self.log = None if kind.limit is None else RunLog(batch)
 
+    @property
+    def stores(self) -> tuple[TokenStore, TokenStore]:
+        """Keys and values."""
+        return self.keys, self.values
+
     def lengths(self, seen: Sequence[int]) -> list[int]:
         """Return for how many tokens of each sequence keys and values are kept, when `seen` tokens have been seen."""
         return list(seen) if self.kind.keeps_all or self.log is None else self.log.lengths
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, in that order."""
-        for part in (self.keys, self.values, self.log):
+        for part in (*self.stores, self.log):
             if part is not None:
                 part.select(rows)
 
@@ -99,20 +104,27 @@ class Memory:
             if block.log is not None:
                 block.log.crop(seen)
 
+    def borrow(self, kinds: Mapping[int, BlockKind]) -> Memory:
+        """Return a memory of the same tokens, on the same keys and values, for blocks of other kinds."""
+        borrowed = Memory(kinds, len(self.seen))
+        borrowed.seen = list(self.seen)
+        for index, block in borrowed.blocks.items():
+            block.keys, block.values = self.blocks[index].stores
+        return borrowed
+
     def usage(self) -> dict[int, BlockUsage]:
         """Return what each block takes, by block index."""
         found = {}
         for index, block in self.blocks.items():
             tokens = block.lengths(self.seen)
-            stores = (block.keys, block.values)
             log = block.log
             found[index] = BlockUsage(
                 tokens=tuple(tokens),
                 bound=tuple(map(block.kind.bound, self.seen)),
                 ran=tuple(self.seen if log is None else log.lengths),
                 overflow=tuple([0] * len(self.seen) if log is None else log.overflow),
-                bytes=sum(tokens) * sum(store.bytes_per_token for store in stores),
-                allocated_bytes=sum(store.allocated_bytes for store in stores),
+                bytes=sum(tokens) * sum(store.bytes_per_token for store in block.stores),
+                allocated_bytes=sum(store.allocated_bytes for store in block.stores),
             )
         return found
 

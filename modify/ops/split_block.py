@@ -128,11 +128,16 @@ def split_block(block: nn.Module, parts: BlockParts) -> SplitBlock:
     """
     split = shallow_copy(block)
     split.__class__ = _class_with_parts(type(block))
+    adopt_parts(split, parts)
+    return split
+
+
+def adopt_parts(split: nn.Module, parts: BlockParts) -> None:
+    """Let a split block run in these parts, whose constants it takes over."""
     assert isinstance(split, SplitBlock)
     split.parts = parts
     for name, tensor in parts.constants.items():
         split.register_buffer(name, tensor, persistent=False)
-    return split
 
 
 def install_split_blocks(root: nn.Module, graph: fx.GraphModule) -> None:
