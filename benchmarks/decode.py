@@ -2,8 +2,8 @@
 
 SmolLM2-135M, blocks 3, 5, .., 27 routed at 12.5 %. Both bundles continue the same prompt in one process, sample, and
 take turns token by token. The ratio of their times stands beside the *weight-bytes limit*: the speed-up if only
-reading weights took time, at the share of blocks that really ran. With `--genai`, a dense model that onnxruntime-genai's builder
-has made of the same checkpoint takes turns as well::
+reading weights took time, at the share of blocks that really ran. With `--genai`, a dense model that
+onnxruntime-genai's builder has made of the same checkpoint takes turns as well::
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/decode.py --work decode
     python -m onnxruntime_genai.models.builder -m SmolLM2-135M/ -o genai -p fp32 -e cpu
