@@ -109,7 +109,7 @@ def select_whole_chunk(padding: Tensor) -> ChunkSelection:
 
 
 def slots_of_chunk(start: Tensor, like: Tensor) -> Tensor:
-    """Return the slots that the tokens of `like`, `[B, S, ..]`, take, `[B, S]` int64, when `start`, `[B, 1]`, are taken."""
+    """Return the slots that the tokens of `like` take, `[B, S]` int64, when `start`, `[B, 1]`, are taken already."""
     return start + torch.arange(like.shape[1], device=start.device)
 
 
