@@ -171,8 +171,9 @@ def export_generation(
         stages.begin("finishing")
         if origin is not None:
             copy_companions(origin, folder)
-        config: Any = model.generation_config  # the model's own: a checkpoint may lack the file
-        config.to_json_file(folder / "generation_config.json")
+        config: Any = getattr(model, "generation_config", None)
+        if config is not None:  # the model's own: a checkpoint may lack the file
+            config.to_json_file(folder / "generation_config.json")
         manifest = GenerationManifest(
             kind=GENERATION,
             target="onnx",
