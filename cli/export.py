@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from modify.cli.console import Terminal, giga, size, table
-from modify.cli.loading import load_model, load_tokenizer
+from modify.cli.loading import is_bundle, load_model, load_tokenizer
 from modify.cli.options import Json, Out, Overwrite, Routing, Verbose
 from modify.errors import ConfigError
 
@@ -142,8 +142,8 @@ def export(
     from modify.export import to_tensorrt
     from modify.storage import check_target
 
-    is_bundle = (checkpoint / "manifest.json").is_file()
-    if is_bundle and target != "onnx":
+    given_bundle = is_bundle(checkpoint)
+    if given_bundle and target != "onnx":
         _refuse_options(
             context,
             _OF_THE_ONNX_MODEL,
@@ -156,7 +156,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix="modify-") as scratch, terminal.stages("exporting") as progress:
         bundle = checkpoint
         report: Any = None
-        if target == "onnx" or not is_bundle:
+        if target == "onnx" or not given_bundle:
             progress("loading")
             model = load_model(checkpoint, float32=True)
             ids = None if text is None else load_tokenizer(checkpoint)(text, return_tensors="pt")["input_ids"]

@@ -121,6 +121,8 @@ class StateSpec:
         shape: at the length of the bundle.
         dtype: numpy's name.
         grows: the dimension that may be shorter while the sequences are short; None where there is none.
+        holds: whose tokens that dimension has slots for: `all`, or those that the block which the name ends in `ran`;
+            None where there is none.
     """
 
     input: str
@@ -128,6 +130,7 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: str
     grows: int | None
+    holds: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,11 +229,14 @@ class GenerationManifest(_Common):
         vocabulary: number of tokens that the logits tell apart, `V`.
         graphs: all with the same states: a `decode` graph, and `prefill` graphs of longer chunks.
         states: what passes from one run to the next.
+        limit_rows: in a run of the decode graph, the sequences compete for each routed block. Prompts are for the
+            prefill graphs then.
     """
 
     vocabulary: int
     graphs: tuple[GraphSpec, ...]
     states: tuple[StateSpec, ...]
+    limit_rows: bool
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from modify.export.generation_parity import check_generation, chunk_runner
 from modify.export.onnx_export import (
     Stages,
     TokenIds,
+    check_context,
     check_exportable,
     checkpoint_of,
     fit_text,
@@ -118,19 +119,19 @@ def export_generation(
 
     Raises:
         ExportError: an option does not suit the model, the model cannot be exported, or a check failed.
+        CaptureError: a dense model cannot be captured, or not with a cache.
         CacheError: the model has no static cache; the message says why.
+        PassError: the model's graph cannot be lowered; the message says why.
         StorageError: `path` exists or cannot be written.
     """
-    routing = _check_options(model, batch, length, chunk, routing)
-    if limit_rows and batch == 1:
-        raise ExportError(
-            "limit_rows needs several sequences; with batch=1 a block that is skipped costs nothing"
-        )
+    routing = _check_options(model, batch, length, chunk, routing, limit_rows)
     stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder, evaluation_mode(model):
         stages.begin("lowering")
         import_onnxruntime()
         origin = checkpoint_of(model, source)
+        reference = _reference(model, routing)
+        check_context(reference, length)
         lowered = lower_to_chunk(model, routing, length=length)
         check_exportable(lowered)
         batches = _batches(lowered, batch, length, verify_inputs, origin)
@@ -160,16 +161,19 @@ def export_generation(
                 m.chunk: chunk_runner(folder / m.file, protos[m.file], m.chunk, batch, m.observed)
                 for m in models
             },
-            _reference(model, routing),
+            reference,
             states_of(lowered),
             batches,
             tolerance,
             slack_of(model) if routing == "predictor" else None,
-            rows_are_limited=limit_rows and routing == "predictor",
+            rows_are_limited=limit_rows,
         )
         stages.begin("finishing")
         if origin is not None:
             copy_companions(origin, folder)
+        config: Any = getattr(model, "generation_config", None)
+        if config is not None:  # the model's own: a checkpoint may lack the file
+            config.to_json_file(folder / "generation_config.json")
         manifest = GenerationManifest(
             kind=GENERATION,
             target="onnx",
@@ -185,13 +189,14 @@ def export_generation(
             vocabulary=_vocabulary(lowered),
             graphs=tuple(_graph_spec(model) for model in models),
             states=_state_specs(lowered, batch),
+            limit_rows=limit_rows,
         )
         manifest = write_manifest(folder, manifest)
     return GenerationReport(path=Path(path), manifest=manifest, seconds=stages.end())
 
 
 def _check_options(
-    model: nn.Module, batch: int, length: int, chunk: int, routing: ChunkRouting | None
+    model: nn.Module, batch: int, length: int, chunk: int, routing: ChunkRouting | None, limit_rows: bool
 ) -> ChunkRouting:
     is_routed = isinstance(model, MoDForCausalLM)
     routing = routing or ("predictor" if is_routed else "dense")
@@ -207,6 +212,14 @@ def _check_options(
             raise ExportError(f"{name} must be an integer of at least {least}, got {number!r}")
     if PREDICTOR_CHUNK % chunk:
         raise ExportError(f"chunk must divide {PREDICTOR_CHUNK}, got {chunk}; use 256, 128, 64 or 32")
+    if limit_rows and routing == "dense":
+        raise ExportError(
+            "limit_rows needs routed blocks, and there are none with routing='dense'; leave it out"
+        )
+    if limit_rows and batch == 1:
+        raise ExportError(
+            "limit_rows needs several sequences; with batch=1 a block that is skipped costs nothing"
+        )
     return routing
 
 
@@ -271,6 +284,7 @@ def _state_specs(lowered: fx.GraphModule, batch: int) -> tuple[StateSpec, ...]:
             shape=(batch, *state.shape),
             dtype=str(state.dtype).removeprefix("torch."),
             grows=state.grows,
+            holds=state.holds,
         )
         for state in states_of(lowered)
     )

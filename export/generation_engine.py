@@ -96,6 +96,10 @@ class GenerationEngine:
             for state in manifest.states:
                 takes[state.input] = returns[state.output] = (state.shape, state.grows)
             check_signature(graph.file, self._sessions[graph.file], takes, returns)
+        # Where the decode graph lets sequences compete, a prompt's tokens must not depend on the other prompts.
+        self._prompt_graphs = [g for g in manifest.graphs if g.role == "prefill" or not manifest.limit_rows]
+        if not self._prompt_graphs:
+            raise ExportError(f"{folder} limits rows, and has no prefill graph; export it again")
         self.providers: tuple[str, ...] = tuple(next(iter(self._sessions.values())).get_providers())
         config = read_json(folder / "generation_config.json")
         self.stop_tokens = frozenset(_as_ids(config.get("eos_token_id")))
@@ -206,9 +210,9 @@ class GenerationEngine:
         return last
 
     def _graph_for(self, tokens: int) -> GraphSpec:
-        """The graph that runs so many tokens most cheaply."""
+        """The graph that runs so many tokens of a prompt most cheaply."""
         return min(
-            self.manifest.graphs,
+            self._prompt_graphs,
             key=lambda graph: (-(-tokens // graph.chunk) * (graph.chunk + _RUN_COST), graph.chunk),
         )
 
@@ -255,8 +259,7 @@ class _Meter:
             block, slots = int(index), spec.shape[spec.grows]
             blocks.add(block)
             size = int(np.prod(spec.shape)) // (slots * manifest.batch) * np.dtype(spec.dtype).itemsize
-            keeps_all = block not in order or slots > manifest.length
-            self.caches.append((size, None if keeps_all else order[block]))
+            self.caches.append((size, order[block] if spec.holds == "ran" else None))
         self.meter = StepMeter(len(blocks), len(order))
 
     def step(self, seconds: float) -> StepStatistics:

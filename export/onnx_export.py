@@ -24,6 +24,7 @@ from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.engine import import_onnxruntime
 from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
 from modify.ops.modules import RandomRouter
+from modify.passes.base import longest_sequence
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -52,6 +53,14 @@ class Stages:
             self.seconds[self.current] = round(time.perf_counter() - self.start, 3)
         self.current = ""
         return self.seconds
+
+
+def check_context(graph: fx.GraphModule, length: int) -> None:
+    if length > (longest := longest_sequence(graph.graph)):
+        raise ExportError(
+            f"length {length} exceeds the {longest} positions of the model's context; give length={longest} or less "
+            f"(--seq-len {longest})"
+        )
 
 
 def check_exportable(graph: fx.GraphModule) -> None:

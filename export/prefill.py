@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from torch import fx
 
 from modify.errors import ExportError
+from modify.export.onnx_export import check_context
 from modify.ops.routing import select_predicted, select_topk
-from modify.passes.base import longest_sequence
 from modify.passes.keep_last_logits import KeepLastLogits
 from modify.passes.pipelines import PREFILL, build
 from modify.passes.route_by_predictor import RouteByPredictor
@@ -112,5 +112,4 @@ def check_options(
     for name, number, least in (("batch", batch, 1), ("length", length, 2)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ExportError(f"{name} must be an integer of at least {least}, got {number!r}")
-    if length > (longest := longest_sequence(graph_module.graph)):
-        raise ExportError(f"length {length} exceeds the {longest} positions of the model's context")
+    check_context(graph_module, length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -67,6 +67,7 @@ class ChunkState:
         dtype: of the tensor.
         grows: the dimension, batch counted, that is slots, and may be shorter while sequences are; None where none may.
         slots: name of that dimension, which states of the same tokens have in common.
+        holds: whose tokens the slots are for: `all`, or those that the state's block `ran`; None where there are none.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ChunkState:
     dtype: torch.dtype
     grows: int | None = None
     slots: str | None = None
+    holds: Literal["all", "ran"] | None = None
 
     def zeros(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the state before the first chunk."""
@@ -258,6 +260,7 @@ class _Lowering:
         computed.meta["val"] = shared_values(module.parts, hidden)
         keys.meta["val"], values.meta["val"], *_ = computed.meta["val"]
         slots, most, name = self.slots, self.length, "slots"
+        holds: Literal["all", "ran"] = "all"
         if selection is not None:
             start = self._before(
                 hidden.next,
@@ -267,7 +270,7 @@ class _Lowering:
                 name=f"ran_{index}",
             )
             slots = self._before(start.next, slots_of_chunk, start, hidden, name=f"slots_{index}")
-            most, name = selection.meta["most_tokens"], f"slots_{index}"
+            most, name, holds = selection.meta["most_tokens"], f"slots_{index}", "ran"
             computed.meta["of_selected"] = True
         held: list[fx.Node] = []
         for kind, new, part in zip(("keys", "values"), (keys, values), module.parts.shared, strict=False):
@@ -275,7 +278,7 @@ class _Lowering:
             assert dim is not None
             value = new.meta["val"]
             shape = value.shape[1], most + 1, value.shape[5 - dim]
-            state = ChunkState(f"{kind}_{index}", shape, value.dtype, 2, name)
+            state = ChunkState(f"{kind}_{index}", shape, value.dtype, 2, name, holds)
             rows = self._before(block, rows_to_hold, new, dim, name=f"{kind}_rows_{index}")
             written = self._before(
                 block, write_slots, self._input(state), rows, slots, name=f"{kind}_{index}_next"
@@ -318,9 +321,8 @@ class _Lowering:
         self, index: int, slots: fx.Node, block: fx.Node, selection: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """Positions of the tokens that the block has run and of those that it runs: a window is one of positions."""
-        state = ChunkState(
-            f"positions_{index}", (selection.meta["most_tokens"] + 1,), torch.int64, 1, f"slots_{index}"
-        )
+        shape = (selection.meta["most_tokens"] + 1,)
+        state = ChunkState(f"positions_{index}", shape, torch.int64, 1, f"slots_{index}", "ran")
         new = self._before(block, gather_tokens, self.positions, selection, name=f"positions_at_{index}")
         args = (self._input(state), new, slots)
         written = self._before(block, write_positions, *args, name=f"positions_{index}_next")

@@ -177,7 +177,7 @@ def write_bundle(
     (folder / "weights.data").write_bytes(np.arange(VOCABULARY, dtype=np.float32).tobytes())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS} | (config or {})))
     states = [
-        StateSpec(input=name, output=f"{name}_next", shape=shape, dtype="int64", grows=None)
+        StateSpec(input=name, output=f"{name}_next", shape=shape, dtype="int64", grows=None, holds=None)
         for name, shape in (("seen", (batch,)), ("ran", (batch, 1)), ("overflow", (batch, 1)))
     ]
     states += [
@@ -187,6 +187,7 @@ def write_bundle(
             shape=(batch, 1, size, 1),
             dtype="float32",
             grows=2,
+            holds="ran" if i else "all",
         )
         for i, size in slots.items()
         for kind in ("keys", "values")
@@ -200,6 +201,7 @@ def write_bundle(
         routing="predictor",
         graphs=tuple(graphs),
         states=tuple(states),
+        limit_rows=False,
         routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=slots[1]),),
         parity=(),
         opset=20,

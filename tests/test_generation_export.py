@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import modify
 from modify.cli import main
 from modify.errors import ExportError
-from modify.export import GenerationReport, export_generation, to_tensorrt
+from modify.export import GenerationReport, export_generation, load_engine, to_tensorrt
 from modify.export.bundle import GenerationManifest, read_manifest
 from modify.export.operators import check_operators
 from modify.export.shared_weights import WEIGHTS
@@ -213,6 +213,18 @@ def test_tensorrt_builds_both_graphs(tmp_path: Path) -> None:
     assert sorted(built.manifest.files) == ["decode.engine", "prefill.engine"]
 
 
+def test_the_stop_token_of_a_model_without_a_generation_config_file(tmp_path: Path) -> None:
+    """It is in the model's own config; with a source and for a model in memory."""
+    source = write_llama(tmp_path / "dense", blocks=1)
+    (source / "generation_config.json").unlink()
+    dense = AutoModelForCausalLM.from_pretrained(source)
+    export_generation(dense, tmp_path / "bundle", length=32, chunk=32, source=source)
+    assert load_engine(tmp_path / "bundle").stop_tokens == {0}
+    dense.config._name_or_path, dense.generation_config.eos_token_id = "", [3, 5]
+    export_generation(dense, tmp_path / "bundle", length=32, chunk=32, overwrite=True)
+    assert load_engine(tmp_path / "bundle").stop_tokens == {3, 5}
+
+
 def test_a_dense_checkpoint_by_the_command_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,8 +260,12 @@ def test_a_graph_that_is_not_the_model_is_refused(
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"length": 1.5}, "length must be an integer of at least 2, got 1.5"),
         ({"chunk": 96}, "chunk must divide 256, got 96; use 256, 128, 64 or 32"),
-        ({"length": 513}, "length 513 is not within the 512 tokens that the model takes"),
+        (
+            {"length": 513},
+            r"length 513 exceeds the 512 positions of the model's context; give .*--seq-len 512",
+        ),
         ({"limit_rows": True}, "limit_rows needs several sequences"),
+        ({"limit_rows": True, "batch": 2, "routing": "dense"}, "limit_rows needs routed blocks"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -83,10 +83,7 @@ def select_in_chunk(
         padding: `[B, S]`, from `chunk_padding`.
         in_chunk: `[B, 1]`, how many tokens of the predictor chunk ran already.
     """
-    wanted = logits.float() > threshold
-    if keep_first > 0:
-        wanted = wanted | (positions < keep_first)
-    wanted = wanted & (padding != 0)
+    wanted = _wanted(logits, threshold, keep_first, positions, padding)
     limit = chunk_limit(capacity, slack)
     rank = wanted.long().cumsum(dim=1) + in_chunk
     selected = wanted & (rank <= limit)
@@ -96,6 +93,14 @@ def select_in_chunk(
     return ChunkSelection(tokens, valid, None, selected, ran, overflow)
 
 
+def _wanted(logits: Tensor, threshold: Tensor, keep_first: int, positions: Tensor, padding: Tensor) -> Tensor:
+    """Return which real tokens are to run, were there no limit: `[B, S]` bool."""
+    wanted = logits.float() > threshold
+    if keep_first > 0:
+        wanted = wanted | (positions < keep_first)
+    return wanted & (padding != 0)
+
+
 def select_whole_chunk(padding: Tensor) -> ChunkSelection:
     """Let every real token of the chunk run: a block of capacity 1."""
     tokens = torch.arange(padding.shape[1], device=padding.device).expand(padding.shape)
@@ -103,9 +108,9 @@ def select_whole_chunk(padding: Tensor) -> ChunkSelection:
     return ChunkSelection(tokens, real, None, real, ran, torch.zeros_like(ran))
 
 
-def slots_of_chunk(start: Tensor, like: Tensor, dim: int = 1) -> Tensor:
+def slots_of_chunk(start: Tensor, like: Tensor) -> Tensor:
     """Return the slots that the tokens of `like` take, `[B, S]` int64, when `start`, `[B, 1]`, are taken already."""
-    return start + torch.arange(like.shape[dim], device=start.device)
+    return start + torch.arange(like.shape[1], device=start.device)
 
 
 def rows_to_hold(new: Tensor, token_dim: int) -> Tensor:
@@ -213,10 +218,7 @@ def select_token(
     in_chunk: Tensor,
 ) -> TokenSelection:
     """`select_in_chunk` for a chunk of one token."""
-    wanted = logits.float() > threshold
-    if keep_first > 0:
-        wanted = wanted | (positions < keep_first)
-    wanted = wanted & (padding != 0)
+    wanted = _wanted(logits, threshold, keep_first, positions, padding)
     took = wanted & (in_chunk < chunk_limit(capacity, slack))
     return TokenSelection(took, took, wanted & ~took)
 
