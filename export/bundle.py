@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Self, TypeVar
 
 import modify
@@ -306,6 +306,9 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
         manifest = parse_manifest(values)
     except ExportError as error:
         raise ExportError(f"{path} cannot be used: {error}") from error
+    for name in (*manifest.models, *manifest.files):
+        if not _is_file_name(name):
+            raise ExportError(f"{path} cannot be used: {name!r} is no plain file name; export the bundle again")
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify)
     for model in manifest.models:
@@ -361,6 +364,11 @@ def copy_companions(source: Path, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name means a file in the folder itself, on every system."""
+    return name not in ("", "..") and PurePosixPath(name).name == name == PureWindowsPath(name).name
 
 
 def _check_file(path: Path, record: FileRecord, verify: bool) -> None:

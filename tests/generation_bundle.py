@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, parser
 
 from modify.export.bundle import (
+    MANIFEST,
     GenerationManifest,
     GraphSpec,
     RoutedBlock,
@@ -124,6 +125,12 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
         ran = sum(token for token in tokens if token % 2 == 0 and token != TURNED_AWAY)
         tokens.append((every + 3 * ran) % VOCABULARY)
     return tokens[len(prompt) :]
+
+
+def rewrite_manifest(bundle: Path, **changes: Any) -> None:
+    """Change fields of a bundle's manifest."""
+    path = bundle / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def write_bundle(

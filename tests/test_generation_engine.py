@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, write_bundle
+from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, rewrite_manifest, write_bundle
 from onnx import TensorProto, helper
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -223,8 +223,7 @@ def test_manifest_comes_back_as_written(bundle: Path) -> None:
 def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
     def broken(name: str, **changes: Any) -> Path:
         folder = shutil.copytree(bundle, tmp_path / name)
-        values = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(values | changes))
+        rewrite_manifest(folder, **changes)
         return folder
 
     for name in ("weights.data", "chunk1.onnx", "generation_config.json"):
@@ -270,6 +269,21 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
         load_engine(broken("fewer states", states=states[:-1]))
     with pytest.raises(ExportError, match="holds an engine for tensorrt"):
         load_engine(broken("target", target="tensorrt"))
+
+
+@pytest.mark.parametrize("name", ["../outside.onnx", "..", "", "/tmp/outside", "in/side", r"..\outside", "C:x"])
+def test_files_lie_in_the_bundle(bundle: Path, tmp_path: Path, name: str) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    shutil.copy(bundle / "chunk1.onnx", tmp_path / "outside.onnx")
+    values = json.loads((case / "manifest.json").read_text())
+    record = values["files"]["chunk1.onnx"]
+    for changes in (
+        {"files": values["files"] | {name: record}},
+        {"graphs": [{"file": name, "role": "decode", "chunk": 1}]},
+    ):
+        rewrite_manifest(case, **(values | changes))
+        with pytest.raises(ExportError, match="is no plain file name; export the bundle again"):
+            load_engine(case)
 
 
 def test_options_that_are_not_applied_are_told(tmp_path: Path) -> None:
