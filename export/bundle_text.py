@@ -129,11 +129,13 @@ class TextStream:
         # The text of ids[start:] is decoded anew for every token, since how a token reads depends on those before it
         # (a leading space, the bytes of a character); that of ids[start:done] has been handed on.
         self._start = self._done = 0
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
+        self._special = {index for index, entry in added.items() if entry.special}  # which have no text
 
     def add(self, token: int) -> None:
         """Take the next token."""
         self.ids.append(token)
-        if _BYTE.fullmatch(self.tokenizer.tokenizer.id_to_token(token) or ""):
+        if token in self._special or _BYTE.fullmatch(self.tokenizer.tokenizer.id_to_token(token) or ""):
             return
         before = self.tokenizer.decode(self.ids[self._start : self._done])
         text = self.tokenizer.decode(self.ids[self._start :])
