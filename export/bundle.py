@@ -11,13 +11,16 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import modify
 from modify.errors import ExportError
+from modify.export.bundle_checks import check_common, check_generation, check_tensors
+from modify.export.json_values import dataclass_from_json
 
 MANIFEST = "manifest.json"
+CHECKSUM = "sha256"  # the field of the manifest that guards the others
 FORMAT = "modify-bundle"
 PREFILL = "prefill"
 GENERATION = "generation"
@@ -169,19 +172,24 @@ class _Common:
         """Build from `to_dict`'s output.
 
         Raises:
-            ExportError: it is incomplete, or an entry is malformed.
+            ExportError: a field is missing, or a value is wrong or does not suit the others.
         """
-        fields: dict[str, Any] = {field.name: values.get(field.name) for field in dataclasses.fields(cls)}
-        if missing := sorted(name for name, value in fields.items() if value is None):
-            raise ExportError(f"it has no {', '.join(missing)}")
-        try:
-            for name in fields.keys() & _NESTED.keys():
-                fields[name] = tuple(_NESTED[name](**_tuples(value)) for value in fields[name])
-            fields["files"] = {name: FileRecord(**value) for name, value in fields["files"].items()}
-            fields["tensorrt_obstacles"] = tuple(fields["tensorrt_obstacles"])
-            return cls(**fields)
-        except (TypeError, AttributeError) as error:
-            raise ExportError(f"an entry is malformed: {error}") from error
+        found: Self = dataclass_from_json(cls, {name: v for name, v in values.items() if v is not None})
+        found.check()
+        return found
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """File names of the graphs."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ExportError: one makes no sense, or does not suit another.
+        """
+        check_common(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +219,11 @@ class Manifest(_Common):
         """File names of the graphs."""
         return (self.model,)
 
+    def check(self) -> None:
+        """Check the values, as those of all kinds are checked."""
+        _Common.check(self)
+        check_tensors((*self.inputs, *self.outputs))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationManifest(_Common):
@@ -237,6 +250,11 @@ class GenerationManifest(_Common):
         """File names of the graphs."""
         return tuple(graph.file for graph in self.graphs)
 
+    def check(self) -> None:
+        """Check the values, as those of all kinds are checked."""
+        _Common.check(self)
+        check_generation(self)
+
 
 AnyManifest = Manifest | GenerationManifest
 M = TypeVar("M", Manifest, GenerationManifest)
@@ -245,14 +263,6 @@ M = TypeVar("M", Manifest, GenerationManifest)
 _KINDS: dict[str, tuple[int, type[Manifest] | type[GenerationManifest]]] = {
     PREFILL: (1, Manifest),
     GENERATION: (2, GenerationManifest),
-}
-_NESTED: dict[str, Any] = {
-    "inputs": TensorSpec,
-    "outputs": TensorSpec,
-    "graphs": GraphSpec,
-    "states": StateSpec,
-    "routed_blocks": RoutedBlock,
-    "parity": Parity,
 }
 
 
@@ -284,10 +294,11 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
 
     Args:
         bundle: the directory.
-        verify: compare sizes and checksums; otherwise only that the files exist.
+        verify: compare the files' sizes and checksums; otherwise only that they exist.
 
     Raises:
-        ExportError: the directory is no bundle, or a file is missing, cut or altered; the message names it.
+        ExportError: the directory is no bundle, its manifest is altered or makes no sense, or a file is missing, cut,
+            altered or not one of the bundle's; the message names it.
     """
     folder = Path(bundle)
     path = folder / MANIFEST
@@ -306,14 +317,18 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
         manifest = parse_manifest(values)
     except ExportError as error:
         raise ExportError(f"{path} cannot be used: {error}") from error
-    for name in (*manifest.models, *manifest.files):
-        if not _is_file_name(name):
-            raise ExportError(f"{path} cannot be used: {name!r} is no plain file name; export the bundle again")
+    # The first prefill bundles had no checksum.
+    if (CHECKSUM in values or manifest.kind != PREFILL) and values.get(CHECKSUM) != checksum_of(values):
+        raise ExportError(
+            f"{path} is damaged: its fields are not those of its checksum; copy or export the bundle again"
+        )
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify)
-    for model in manifest.models:
-        if model not in manifest.files:
-            raise ExportError(f"{path} cannot be used: it does not list the model file {model}")
+    if unlisted := sorted(_files_of(folder) - manifest.files.keys()):
+        raise ExportError(
+            f"{folder} holds what its {MANIFEST} does not list: {', '.join(unlisted)}; move it elsewhere, or export "
+            "the bundle again"
+        )
     return manifest
 
 
@@ -349,14 +364,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_manifest(folder: Path, manifest: M) -> M:
     """Write `manifest.json`, with a record of every other file in `folder`, and return what was written."""
     files = {
-        path.name: FileRecord(bytes=path.stat().st_size, sha256=_sha256(path))
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST
+        name: FileRecord(bytes=(folder / name).stat().st_size, sha256=_sha256(folder / name))
+        for name in sorted(_files_of(folder))
     }
     manifest = dataclasses.replace(manifest, files=files)
-    text = json.dumps(manifest.to_dict(), indent=2, allow_nan=False)
+    values = manifest.to_dict()
+    text = json.dumps(values | {CHECKSUM: checksum_of(values)}, indent=2, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
+
+
+def checksum_of(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's JSON values without their checksum, whatever their order and spacing."""
+    others = {name: value for name, value in values.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def copy_companions(source: Path, folder: Path) -> None:
@@ -366,9 +387,9 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _is_file_name(name: str) -> bool:
-    """Whether a name means a file in the folder itself, on every system."""
-    return name not in ("", "..") and PurePosixPath(name).name == name == PureWindowsPath(name).name
+def _files_of(folder: Path) -> set[str]:
+    """What is in a bundle beside its manifest; hidden files, as systems and tools leave them behind, do not count."""
+    return {path.name for path in folder.iterdir() if path.name != MANIFEST and not path.name.startswith(".")}
 
 
 def _check_file(path: Path, record: FileRecord, verify: bool) -> None:
@@ -390,7 +411,3 @@ def _check_file(path: Path, record: FileRecord, verify: bool) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

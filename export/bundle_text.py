@@ -14,7 +14,9 @@ from modify.export.bundle import read_json
 
 _JINJA = "jinja2>=3.1.6"  # older ones let a template out of the sandbox
 _UNFINISHED = "\ufffd"  # how bytes read that are no whole character
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback: of a run of them, one wrong byte makes all unreadable
+_BYTE = re.compile(
+    "<0x[0-9A-F]{2}>"
+)  # a token of byte fallback: of a run of them, one wrong byte makes all unreadable
 
 
 class BundleTokenizer:

@@ -12,11 +12,13 @@ import onnx
 from onnx import TensorProto, parser
 
 from modify.export.bundle import (
+    CHECKSUM,
     MANIFEST,
     GenerationManifest,
     GraphSpec,
     RoutedBlock,
     StateSpec,
+    checksum_of,
     copy_companions,
     write_manifest,
 )
@@ -128,9 +130,10 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def rewrite_manifest(bundle: Path, **changes: Any) -> None:
-    """Change fields of a bundle's manifest."""
+    """Change fields of a bundle's manifest, as if it had been exported so."""
     path = bundle / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(values | {CHECKSUM: checksum_of(values)}))
 
 
 def write_bundle(
@@ -157,7 +160,8 @@ def write_bundle(
     folder.mkdir()
     if companions is not None:
         copy_companions(companions, folder)
-    slots = {0: length, 1: int(length * RAN_SHARE)}
+    tokens = {0: length, 1: int(length * RAN_SHARE)}
+    slots = {i: most + 1 for i, most in tokens.items()}
     graphs = []
     for chunk in (*chunks, 1):
         graphs.append(
@@ -207,7 +211,7 @@ def write_bundle(
         routing="predictor",
         graphs=tuple(graphs),
         states=tuple(states),
-        routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=slots[1]),),
+        routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=tokens[1]),),
         parity=(),
         opset=20,
         tensorrt_obstacles=(),
