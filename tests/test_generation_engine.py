@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, rewrite_manifest, write_bundle
 from onnx import TensorProto, helper
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
@@ -155,10 +156,14 @@ def test_slots_come_in_the_predictor_s_chunks() -> None:
         ([[-1]], {}, "token ids must be 0 to 10, got -1 to -1"),
         ([[1] * 590], {"max_new_tokens": 20}, "length of 600; lower max_new_tokens to 10"),
         ([[1] * 600], {}, "length of 600; shorten the prompt"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1, got 2.5"),
+        ([[1]], {"max_new_tokens": True}, "max_new_tokens must be an integer of at least 1, got True"),
         ([[1]], {"temperature": -1.0}, "temperature must be at least 0"),
         ([[1]], {"top_p": 0.0}, "top_p in"),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1"),
+        ([[1]], {"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ([[1]], {"top_k": 2.5}, "top_k must be an integer of at least 1, got 2.5"),
+        ([[1]], {"top_k": True}, "top_k must be an integer of at least 1, got True"),
         ([[1]], {"seed": -1}, "seed"),
     ],
 )
@@ -364,6 +369,38 @@ def test_options_that_are_not_applied_are_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"generation_config\.json: repetition_penalty will not be applied"):
         loaded = load_engine(write_bundle(tmp_path / "bundle", config=config))
     assert loaded.stop_tokens == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"min_new_tokens": 5},
+        {"num_beams": 4},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"stop_strings": ["END"]},
+        {"sequence_bias": [[[1], 2.0]]},
+        {"an_option_of_tomorrow": 1},
+    ],
+)
+def test_any_option_that_is_not_applied_is_told(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=rf"json: {next(iter(option))} will not be applied"):
+        load_engine(write_bundle(tmp_path / "bundle", config=option))
+
+
+def test_what_changes_nothing_is_not_told(tmp_path: Path) -> None:
+    older = {
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "typical_p": 1.0,
+        "bad_words_ids": None,
+        "max_length": 20,
+    }
+    applied = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "do_sample": True, "_from_model_config": True}
+    for number, config in enumerate((GenerationConfig().to_dict(), older, applied)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_engine(write_bundle(tmp_path / str(number), config=config))
 
 
 def test_weights_that_are_no_numbers(bundle: Path, tmp_path: Path) -> None:
