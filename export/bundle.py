@@ -17,10 +17,9 @@ from typing import Any, Self, TypeVar
 import modify
 from modify.errors import ExportError
 from modify.export.bundle_checks import check_common, check_generation, check_tensors
-from modify.export.json_values import dataclass_from_json
+from modify.export.json_values import CHECKSUM, checksum_of, dataclass_from_json
 
 MANIFEST = "manifest.json"
-CHECKSUM = "sha256"  # the field of the manifest that guards the others
 FORMAT = "modify-bundle"
 PREFILL = "prefill"
 GENERATION = "generation"
@@ -172,24 +171,10 @@ class _Common:
         """Build from `to_dict`'s output.
 
         Raises:
-            ExportError: a field is missing, or a value is wrong or does not suit the others.
+            ExportError: a field is missing, or a value is not of its type.
         """
         found: Self = dataclass_from_json(cls, {name: v for name, v in values.items() if v is not None})
-        found.check()
         return found
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """File names of the graphs."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            ExportError: one makes no sense, or does not suit another.
-        """
-        check_common(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,11 +204,6 @@ class Manifest(_Common):
         """File names of the graphs."""
         return (self.model,)
 
-    def check(self) -> None:
-        """Check the values, as those of all kinds are checked."""
-        _Common.check(self)
-        check_tensors((*self.inputs, *self.outputs))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationManifest(_Common):
@@ -250,11 +230,6 @@ class GenerationManifest(_Common):
         """File names of the graphs."""
         return tuple(graph.file for graph in self.graphs)
 
-    def check(self) -> None:
-        """Check the values, as those of all kinds are checked."""
-        _Common.check(self)
-        check_generation(self)
-
 
 AnyManifest = Manifest | GenerationManifest
 M = TypeVar("M", Manifest, GenerationManifest)
@@ -270,7 +245,7 @@ def parse_manifest(values: Mapping[str, Any]) -> AnyManifest:
     """Build a manifest of any kind from its JSON values.
 
     Raises:
-        ExportError: of another format, kind or version, or incomplete.
+        ExportError: of another format, kind or version, or incomplete, or a value makes no sense.
     """
     if values.get("format") != FORMAT:
         raise ExportError(f"it is no {FORMAT}")
@@ -280,13 +255,19 @@ def parse_manifest(values: Mapping[str, Any]) -> AnyManifest:
             f"its kind is {kind!r} (format version {version!r}), and this modify {modify.__version__} reads "
             f"{' and '.join(_KINDS)}; export it again"
         )
-    expected, manifest = _KINDS[kind]
+    expected, manifest_class = _KINDS[kind]
     if version != expected:
         raise ExportError(
             f"its format version is {version!r}, and this modify {modify.__version__} reads version {expected} of "
             f"{kind} bundles; export it again"
         )
-    return manifest.from_dict(values)
+    manifest = manifest_class.from_dict(values)
+    check_common(manifest)
+    if isinstance(manifest, Manifest):
+        check_tensors((*manifest.inputs, *manifest.outputs))
+    else:
+        check_generation(manifest)
+    return manifest
 
 
 def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> AnyManifest:
@@ -372,12 +353,6 @@ def write_manifest(folder: Path, manifest: M) -> M:
     text = json.dumps(values | {CHECKSUM: checksum_of(values)}, indent=2, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
-
-
-def checksum_of(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's JSON values without their checksum, whatever their order and spacing."""
-    others = {name: value for name, value in values.items() if name != CHECKSUM}
-    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def copy_companions(source: Path, folder: Path) -> None:

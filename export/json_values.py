@@ -1,4 +1,4 @@
-"""Dataclasses from JSON values, each value checked for its type.
+"""Dataclasses from JSON values, each value checked for its type; and the checksum of JSON values.
 
 This module uses the standard library only.
 """
@@ -6,6 +6,8 @@ This module uses the standard library only.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,6 +15,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from modify.errors import ExportError
 
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+CHECKSUM = "sha256"  # the field that guards the others
+
+
+def checksum_of(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON values without their checksum, whatever their order and spacing."""
+    others = {name: value for name, value in values.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def dataclass_from_json(kind: Any, values: Mapping[str, Any], where: str = "") -> Any:

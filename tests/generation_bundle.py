@@ -12,16 +12,15 @@ import onnx
 from onnx import TensorProto, parser
 
 from modify.export.bundle import (
-    CHECKSUM,
     MANIFEST,
     GenerationManifest,
     GraphSpec,
     RoutedBlock,
     StateSpec,
-    checksum_of,
     copy_companions,
     write_manifest,
 )
+from modify.export.json_values import CHECKSUM, checksum_of
 
 VOCABULARY, TURNED_AWAY, EOS = 11, 10, 7
 RAN_SHARE = 0.5  # of the slots of block 1

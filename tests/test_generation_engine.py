@@ -22,9 +22,10 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
-from modify.export.bundle import CHECKSUM, GenerationManifest, parse_manifest, read_prefill_manifest
+from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.generation_engine import GenerationEngine
+from modify.export.json_values import CHECKSUM
 from modify.export.sampling import Sampling
 from modify.ops.routing import PREDICTOR_CHUNK
 
