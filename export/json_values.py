@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from modify.errors import ExportError
 
@@ -29,7 +29,7 @@ def dataclass_from_json(kind: Any, values: Mapping[str, Any], where: str = "") -
 
     Args:
         kind: the dataclass; its fields are numbers, text, bools, tuples `tuple[X, ...]`, mappings `Mapping[str, X]`,
-            dataclasses or `X | None`.
+            dataclasses, `Literal` or `X | None`.
         values: by field.
         where: what the values are, for messages.
 
@@ -50,6 +50,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:  # X | None
         return None if value is None else _value(inner[0], value, where)
+    if origin is Literal:
+        _check(value in inner, value, f"one of {', '.join(map(str, inner))}", where)
+        return value
     if origin is tuple:
         _check(isinstance(value, list | tuple), value, "a list", where)
         return tuple(_value(inner[0], entry, f"{where}[{number}]") for number, entry in enumerate(value))
