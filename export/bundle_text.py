@@ -16,7 +16,7 @@ _JINJA = "jinja2>=3.1.6"  # older ones let a template out of the sandbox
 _UNFINISHED = "\ufffd"  # how bytes read that are no whole character
 _BYTE = re.compile(
     "<0x[0-9A-F]{2}>"
-)  # a token of byte fallback: of a run of them, one wrong byte makes all unreadable
+)  # a token of byte fallback; one wrong byte makes all of a run unreadable
 
 
 class BundleTokenizer:
