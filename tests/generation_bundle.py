@@ -213,7 +213,7 @@ def write_bundle(
         routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=tokens[1]),),
         parity=(),
         opset=20,
-        tensorrt_obstacles=(),
+        tensorrt_obstacles=() if fixed else ("its caches grow with the sequences",),
         versions={"modify": "0"},
         files={},
     )
