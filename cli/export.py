@@ -106,7 +106,8 @@ def export(
         ),
     ] = False,
     opset: Annotated[
-        int, typer.Option(help="ONNX operator set; from 23 on, attention is one operator.")
+        int,
+        typer.Option(help="ONNX operator set; from 23 on, attention of a prefill bundle is one operator."),
     ] = 20,
     text: Annotated[
         str | None,

@@ -82,7 +82,7 @@ def retrain(
         float | None,
         typer.Option(
             help="Peak rate of the dense model's weights or of the adapters, and of bypasses. By default 3e-4, or 6e-5 "
-            "for all weights of a model that was calibrated or trained before.",
+            "for all weights of a dense model or one that was calibrated or trained before.",
             show_default=False,
         ),
     ] = None,

@@ -16,6 +16,8 @@ from typing import Any, Self, TypeVar
 
 import modify
 from modify.errors import ExportError
+from modify.export.bundle_checks import check_common, check_generation, check_tensors
+from modify.export.json_values import CHECKSUM, checksum_of, dataclass_from_json
 
 MANIFEST = "manifest.json"
 FORMAT = "modify-bundle"
@@ -172,19 +174,10 @@ class _Common:
         """Build from `to_dict`'s output.
 
         Raises:
-            ExportError: it is incomplete, or an entry is malformed.
+            ExportError: a field is missing, or a value is not of its type.
         """
-        fields: dict[str, Any] = {field.name: values.get(field.name) for field in dataclasses.fields(cls)}
-        if missing := sorted(name for name, value in fields.items() if value is None):
-            raise ExportError(f"it has no {', '.join(missing)}")
-        try:
-            for name in fields.keys() & _NESTED.keys():
-                fields[name] = tuple(_NESTED[name](**_tuples(value)) for value in fields[name])
-            fields["files"] = {name: FileRecord(**value) for name, value in fields["files"].items()}
-            fields["tensorrt_obstacles"] = tuple(fields["tensorrt_obstacles"])
-            return cls(**fields)
-        except (TypeError, AttributeError) as error:
-            raise ExportError(f"an entry is malformed: {error}") from error
+        found: Self = dataclass_from_json(cls, {name: v for name, v in values.items() if v is not None})
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,21 +245,13 @@ _KINDS: dict[str, tuple[int, type[Manifest] | type[GenerationManifest]]] = {
     PREFILL: (1, Manifest),
     GENERATION: (2, GenerationManifest),
 }
-_NESTED: dict[str, Any] = {
-    "inputs": TensorSpec,
-    "outputs": TensorSpec,
-    "graphs": GraphSpec,
-    "states": StateSpec,
-    "routed_blocks": RoutedBlock,
-    "parity": Parity,
-}
 
 
 def parse_manifest(values: Mapping[str, Any]) -> AnyManifest:
     """Build a manifest of any kind from its JSON values.
 
     Raises:
-        ExportError: of another format, kind or version, or incomplete.
+        ExportError: of another format, kind or version, or incomplete, or a value makes no sense.
     """
     if values.get("format") != FORMAT:
         raise ExportError(f"it is no {FORMAT}")
@@ -276,13 +261,19 @@ def parse_manifest(values: Mapping[str, Any]) -> AnyManifest:
             f"its kind is {kind!r} (format version {version!r}), and this modify {modify.__version__} reads "
             f"{' and '.join(_KINDS)}; export it again"
         )
-    expected, manifest = _KINDS[kind]
+    expected, manifest_class = _KINDS[kind]
     if version != expected:
         raise ExportError(
             f"its format version is {version!r}, and this modify {modify.__version__} reads version {expected} of "
             f"{kind} bundles; export it again"
         )
-    return manifest.from_dict(values)
+    manifest = manifest_class.from_dict(values)
+    check_common(manifest)
+    if isinstance(manifest, Manifest):
+        check_tensors((*manifest.inputs, *manifest.outputs))
+    else:
+        check_generation(manifest)
+    return manifest
 
 
 def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> AnyManifest:
@@ -290,10 +281,11 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
 
     Args:
         bundle: the directory.
-        verify: compare sizes and checksums; otherwise only that the files exist.
+        verify: compare the files' sizes and checksums; otherwise only that they exist.
 
     Raises:
-        ExportError: the directory is no bundle, or a file is missing, cut or altered; the message names it.
+        ExportError: the directory is no bundle, its manifest is altered or makes no sense, or a file is missing, cut,
+            altered or not one of the bundle's; the message names it.
     """
     folder = Path(bundle)
     path = folder / MANIFEST
@@ -312,11 +304,18 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
         manifest = parse_manifest(values)
     except ExportError as error:
         raise ExportError(f"{path} cannot be used: {error}") from error
+    # The first prefill bundles had no checksum.
+    if (CHECKSUM in values or manifest.kind != PREFILL) and values.get(CHECKSUM) != checksum_of(values):
+        raise ExportError(
+            f"{path} is damaged: its fields are not those of its checksum; copy or export the bundle again"
+        )
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify)
-    for model in manifest.models:
-        if model not in manifest.files:
-            raise ExportError(f"{path} cannot be used: it does not list the model file {model}")
+    if unlisted := sorted(_files_of(folder) - manifest.files.keys()):
+        raise ExportError(
+            f"{folder} holds what its {MANIFEST} does not list: {', '.join(unlisted)}; move it elsewhere, or export "
+            "the bundle again"
+        )
     return manifest
 
 
@@ -352,12 +351,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_manifest(folder: Path, manifest: M) -> M:
     """Write `manifest.json`, with a record of every other file in `folder`, and return what was written."""
     files = {
-        path.name: FileRecord(bytes=path.stat().st_size, sha256=_sha256(path))
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST
+        name: FileRecord(bytes=(folder / name).stat().st_size, sha256=_sha256(folder / name))
+        for name in sorted(_files_of(folder))
     }
     manifest = dataclasses.replace(manifest, files=files)
-    text = json.dumps(manifest.to_dict(), indent=2, allow_nan=False)
+    values = manifest.to_dict()
+    text = json.dumps(values | {CHECKSUM: checksum_of(values)}, indent=2, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
 
@@ -367,6 +366,11 @@ def copy_companions(source: Path, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _files_of(folder: Path) -> set[str]:
+    """What is in a bundle beside its manifest; hidden files, as systems and tools leave them behind, do not count."""
+    return {path.name for path in folder.iterdir() if path.name != MANIFEST and not path.name.startswith(".")}
 
 
 def _check_file(path: Path, record: FileRecord, verify: bool) -> None:
@@ -388,7 +392,3 @@ def _check_file(path: Path, record: FileRecord, verify: bool) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,10 @@ from modify.errors import ConfigError, ExportError, first_line
 from modify.export.bundle import read_json
 
 _JINJA = "jinja2>=3.1.6"  # older ones let a template out of the sandbox
+_UNFINISHED = "\ufffd"  # how bytes read that are no whole character
+_BYTE = re.compile(
+    "<0x[0-9A-F]{2}>"
+)  # a token of byte fallback; one wrong byte makes all of a run unreadable
 
 
 class BundleTokenizer:
@@ -120,17 +125,25 @@ class TextStream:
     """Hands on text as soon as it is final: not in the midst of a character of several tokens."""
 
     def __init__(self, tokenizer: BundleTokenizer, on_text: Callable[[str], None]) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self.tokenizer, self.on_text = tokenizer, on_text
         self.ids: list[int] = []
         self.shown = ""
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # The text of ids[start:] is decoded anew for every token, since how a token reads depends on those before it
+        # (a leading space, the bytes of a character); that of ids[start:done] has been handed on.
+        self._start = self._done = 0
+        added = tokenizer.tokenizer.get_added_tokens_decoder()
+        self._special = {index for index, entry in added.items() if entry.special}  # which have no text
 
     def add(self, token: int) -> None:
         """Take the next token."""
         self.ids.append(token)
-        self._show(self._stream.step(self.tokenizer.tokenizer, token) or "")
+        if token in self._special or _BYTE.fullmatch(self.tokenizer.tokenizer.id_to_token(token) or ""):
+            return
+        before = self.tokenizer.decode(self.ids[self._start : self._done])
+        text = self.tokenizer.decode(self.ids[self._start :])
+        if len(text) > len(before) and text.startswith(before) and not text.endswith(_UNFINISHED):
+            self._show(text[len(before) :])
+            self._start, self._done = self._done, len(self.ids)
 
     def finish(self) -> str:
         """Hand on what is left, and return the whole text."""

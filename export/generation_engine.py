@@ -23,19 +23,56 @@ from modify.generation_report import StepMeter, StepStatistics
 # A run reads all weights: on a CPU that costs about as much as computing so many tokens (SmolLM2's shapes, float32).
 _RUN_COST = 8
 
-# Options of generation_config.json that change which token is chosen, and are not applied here: their neutral values.
-_NOT_APPLIED: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "bad_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
+# What generation_config.json may hold without a word: what is applied or an argument here, and what does not change
+# which tokens are chosen. transformers adds options with every version, so all others count as not applied.
+_HARMLESS = {
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "do_sample",
+    "early_stopping",  # this and length_penalty: of beams
+    "eos_token_id",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "max_length",
+    "max_matching_ngram_size",
+    "max_new_tokens",
+    "max_time",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "pad_token_id",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+    "return_legacy_cache",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "use_cache",
+}
+# What leaves an option without effect, besides null, false, 0 and what is empty.
+_NEUTRAL = {
+    "encoder_repetition_penalty": 1,
+    "guidance_scale": 1,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+    "typical_p": 1,
 }
 
 
@@ -104,7 +141,9 @@ class GenerationEngine:
         config = read_json(folder / "generation_config.json")
         self.stop_tokens = frozenset(_as_ids(config.get("eos_token_id")))
         ignored = [
-            name for name, neutral in _NOT_APPLIED.items() if config.get(name, neutral) not in (neutral, None)
+            name
+            for name, value in config.items()
+            if value and value != _NEUTRAL.get(name) and name not in _HARMLESS and name[0] != "_"
         ]
         if ignored:
             warnings.warn(

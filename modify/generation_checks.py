@@ -10,14 +10,14 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: in
     """Check how tokens are to be drawn.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or one that must be an integer is none.
     """
     if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise ConfigError(
             f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
         )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be at least 1, got {top_k}")
+    if top_k is not None:
+        check_integer("top_k", top_k, 1)
     check_integer("seed", seed, 0, MOST_SEED)
 
 
@@ -31,10 +31,9 @@ def check_room(prompt_tokens: int, max_new_tokens: int, most: int | None, whose:
         whose: of what the limit is, for the message.
 
     Raises:
-        ConfigError: there is no token to generate, or too many.
+        ConfigError: there is no token to generate, or too many, or no whole number of them.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    check_integer("max_new_tokens", max_new_tokens, 1)
     if most is not None and prompt_tokens + max_new_tokens > most:
         room = most - prompt_tokens
         remedy = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"

@@ -77,7 +77,8 @@ class RetrainConfig:
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         lora_targets: names of the linear layers in a block that get one (`q_proj`, `mlp.up_proj`, ..); None: all.
         learning_rate: peak rate of the dense model's weights or of the adapters, and of bypasses; None: 3e-4, or 6e-5
-            with `train="all"` where what was added has been fitted already (`ConversionRecord.fitted`).
+            with `train="all"` of a dense model, or where what was added has been fitted already
+            (`ConversionRecord.fitted`).
         router_learning_rate: peak rate of routers, gates and predictors; None: 1e-2, or 1e-4 where they have been
             fitted already.
         predictor_loss_weight: weight of the predictors' binary cross-entropy beside the language-model loss.
@@ -215,7 +216,7 @@ class RetrainConfig:
         return self.distill_weight > 0 or self.hidden_weight > 0
 
     def with_rates(self, fitted: bool) -> RetrainConfig:
-        """Return these options with both learning rates; `fitted`: what was added has been fitted already.
+        """Return these options with both learning rates; `fitted`: nothing was added, or it has been fitted already.
 
         A fitted router's scores have unit spread, and Adam moves every weight by the rate, whatever the gradient: at
         1e-2 a few steps would mix up which tokens run, at no visible loss of anything else.

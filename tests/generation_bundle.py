@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, parser
 
 from modify.export.bundle import (
+    MANIFEST,
     GenerationManifest,
     GraphSpec,
     RoutedBlock,
@@ -19,6 +20,7 @@ from modify.export.bundle import (
     copy_companions,
     write_manifest,
 )
+from modify.export.json_values import CHECKSUM, checksum_of
 
 VOCABULARY, TURNED_AWAY, EOS = 11, 10, 7
 RAN_SHARE = 0.5  # of the slots of block 1
@@ -126,6 +128,13 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def rewrite_manifest(bundle: Path, **changes: Any) -> None:
+    """Change fields of a bundle's manifest, as if it had been exported so."""
+    path = bundle / MANIFEST
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(values | {CHECKSUM: checksum_of(values)}))
+
+
 def write_bundle(
     folder: Path,
     *,
@@ -150,7 +159,8 @@ def write_bundle(
     folder.mkdir()
     if companions is not None:
         copy_companions(companions, folder)
-    slots = {0: length, 1: int(length * RAN_SHARE)}
+    tokens = {0: length, 1: int(length * RAN_SHARE)}
+    slots = {i: most + 1 for i, most in tokens.items()}
     graphs = []
     for chunk in (*chunks, 1):
         graphs.append(
@@ -202,10 +212,10 @@ def write_bundle(
         graphs=tuple(graphs),
         states=tuple(states),
         limit_rows=False,
-        routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=slots[1]),),
+        routed_blocks=(RoutedBlock(block=1, capacity=RAN_SHARE, tokens=tokens[1]),),
         parity=(),
         opset=20,
-        tensorrt_obstacles=(),
+        tensorrt_obstacles=() if fixed else ("its caches grow with the sequences",),
         versions={"modify": "0"},
         files={},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import jinja2
 import pytest
 from checkpoints import byte_tokenizer
 from generation_bundle import continuation, write_bundle
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from modify.errors import ConfigError, ExportError
@@ -76,6 +78,30 @@ def test_characters_of_several_tokens_are_streamed_whole(folder: Path) -> None:
     for token in ids[:-3]:  # in the midst of the smiley
         cut.add(token)
     assert cut.finish() == tokenizer.decode(ids[:-3])
+
+
+def test_the_stream_s_text_is_that_of_all_tokens(tmp_path: Path) -> None:
+    """Every sequence of up to four tokens of a byte-fallback tokenizer, bytes that are no characters among them."""
+    tokens = ["<eos>", "\u2581a", "\u2581", "b", "<0x0A>", "<0xC3>", "<0xA9>", "<0xF0>"]
+    model = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    model.add_special_tokens(["<eos>"])
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = BundleTokenizer(tmp_path)
+    for count in range(1, 5):
+        for ids in itertools.product(range(len(tokens)), repeat=count):
+            pieces: list[str] = []
+            stream = tokenizer.decode_stream(pieces.append)
+            for token in ids:
+                stream.add(token)
+            assert stream.finish() == "".join(pieces) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from generation_bundle import rewrite_manifest
 from onnx import TensorProto, helper
 
 from modify.errors import ExportError
@@ -128,11 +129,6 @@ def test_wrong_inputs_are_named(bundle: Path, ids: Any, mask: Any, message: str)
         load_engine(bundle)(ids, mask)
 
 
-def rewrite(bundle: Path, **changes: Any) -> None:
-    values = json.loads((bundle / "manifest.json").read_text())
-    (bundle / "manifest.json").write_text(json.dumps(values | changes))
-
-
 def test_manifest_comes_back_as_written(bundle: Path) -> None:
     manifest = read_manifest(bundle)
     assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict()))) == manifest
@@ -166,7 +162,7 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
         load_engine(case, verify=False)
 
     case = broken("newer")
-    rewrite(case, format_version=99)
+    rewrite_manifest(case, format_version=99)
     with pytest.raises(ExportError, match=r"manifest\.json cannot be used: its format version is 99"):
         load_engine(case)
 
@@ -182,12 +178,12 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
         load_engine(case)
 
     case = broken("incomplete")
-    rewrite(case, length=None, inputs=None)
+    rewrite_manifest(case, length=None, inputs=None)
     with pytest.raises(ExportError, match="it has no inputs, length"):
         load_engine(case)
 
     case = broken("other shape")
-    rewrite(case, outputs=[{"name": "logits", "shape": [2, 1, 5], "dtype": "float32"}])
+    rewrite_manifest(case, outputs=[{"name": "logits", "shape": [2, 1, 5], "dtype": "float32"}])
     with pytest.raises(ExportError, match=r"returns .* but the manifest says"):
         load_engine(case)
 

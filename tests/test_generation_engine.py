@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, write_bundle
+from generation_bundle import EOS, TURNED_AWAY, VOCABULARY, continuation, rewrite_manifest, write_bundle
 from onnx import TensorProto, helper
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
 from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.generation_engine import GenerationEngine
+from modify.export.json_values import CHECKSUM
 from modify.export.sampling import Sampling
 from modify.ops.routing import PREDICTOR_CHUNK
 
@@ -91,7 +93,7 @@ def test_statistics(engine: GenerationEngine) -> None:
     assert first.routed_run == pytest.approx(3 / 6)
     assert first.blocks_run == pytest.approx((6 + 3) / 12)
     assert first.cache_bytes == 8 * 6 + 8 * 3  # a key and a value of four bytes for each token kept
-    assert first.allocated_bytes == 3 * (8 * 300 + 8 * 150)
+    assert first.allocated_bytes == 3 * (8 * 301 + 8 * 151)
     assert first.cache_fill == first.cache_bytes / first.allocated_bytes
     new = [step.tokens for step in steps]
     ran = [sum(t % 2 == 0 and t != TURNED_AWAY for t in pair) for pair in new]
@@ -99,7 +101,7 @@ def test_statistics(engine: GenerationEngine) -> None:
     assert sum(step.statistics.overflow for step in steps) == 1 + sum(
         pair.count(TURNED_AWAY) for pair in new[:-1]
     )
-    assert steps[-1].statistics.allocated_bytes == 3 * (8 * 600 + 8 * 300)
+    assert steps[-1].statistics.allocated_bytes == 3 * (8 * 601 + 8 * 301)
     assert all(step.statistics.seconds > 0 for step in steps)
 
 
@@ -155,10 +157,14 @@ def test_slots_come_in_the_predictor_s_chunks() -> None:
         ([[-1]], {}, "token ids must be 0 to 10, got -1 to -1"),
         ([[1] * 590], {"max_new_tokens": 20}, "length of 600; lower max_new_tokens to 10"),
         ([[1] * 600], {}, "length of 600; shorten the prompt"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1, got 2.5"),
+        ([[1]], {"max_new_tokens": True}, "max_new_tokens must be an integer of at least 1, got True"),
         ([[1]], {"temperature": -1.0}, "temperature must be at least 0"),
         ([[1]], {"top_p": 0.0}, "top_p in"),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1"),
+        ([[1]], {"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ([[1]], {"top_k": 2.5}, "top_k must be an integer of at least 1, got 2.5"),
+        ([[1]], {"top_k": True}, "top_k must be an integer of at least 1, got True"),
         ([[1]], {"seed": -1}, "seed"),
     ],
 )
@@ -223,8 +229,7 @@ def test_manifest_comes_back_as_written(bundle: Path) -> None:
 def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
     def broken(name: str, **changes: Any) -> Path:
         folder = shutil.copytree(bundle, tmp_path / name)
-        values = json.loads((folder / "manifest.json").read_text())
-        (folder / "manifest.json").write_text(json.dumps(values | changes))
+        rewrite_manifest(folder, **changes)
         return folder
 
     for name in ("weights.data", "chunk1.onnx", "generation_config.json"):
@@ -247,7 +252,7 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
         ExportError, match=r"its kind is 'encoder' \(format version 2\).*prefill and generation"
     ):
         load_engine(broken("kind", kind="encoder"))
-    with pytest.raises(ExportError, match="an entry is malformed"):
+    with pytest.raises(ExportError, match=r"states\[0\] has no dtype, grows, output, shape"):
         load_engine(broken("states", states=[{"input": "seen"}]))
     with pytest.raises(ExportError, match="it has no states"):
         load_engine(broken("none", states=None))
@@ -265,11 +270,99 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
                 ],
             )
         )
-    states = read_manifest(bundle).to_dict()["states"]
+    states = list(read_manifest(bundle).to_dict()["states"])
     with pytest.raises(ExportError, match="differ in what the model takes: values_1"):
         load_engine(broken("fewer states", states=states[:-1]))
     with pytest.raises(ExportError, match="holds an engine for tensorrt"):
         load_engine(broken("target", target="tensorrt"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.onnx", "..", "", "/tmp/outside", "in/side", r"..\outside", "C:x"]
+)
+def test_files_lie_in_the_bundle(bundle: Path, tmp_path: Path, name: str) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    shutil.copy(bundle / "chunk1.onnx", tmp_path / "outside.onnx")
+    values = json.loads((case / "manifest.json").read_text())
+    record = values["files"]["chunk1.onnx"]
+    for changes in (
+        {"files": values["files"] | {name: record}},
+        {"graphs": [{"file": name, "role": "decode", "chunk": 1}]},
+    ):
+        rewrite_manifest(case, **(values | changes))
+        with pytest.raises(ExportError, match="is no plain file name"):
+            load_engine(case)
+
+
+def test_an_altered_manifest_is_refused(bundle: Path, tmp_path: Path) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    values = json.loads((case / "manifest.json").read_text())
+    for altered in (values | {"opset": 21}, {name: v for name, v in values.items() if name != CHECKSUM}):
+        (case / "manifest.json").write_text(json.dumps(altered))
+        with pytest.raises(
+            ExportError, match=r"manifest\.json is damaged: its fields are not those of its che"
+        ):
+            load_engine(case, verify=False)
+    (case / "manifest.json").write_text(json.dumps(values, sort_keys=True))  # as a tool may write it anew
+    load_engine(case)
+
+
+def state(number: int, **changes: Any) -> dict[str, Any]:
+    """A change to one of the states: seen, ran, overflow, keys_0, values_0, keys_1, values_1."""
+    return {"states": (number, changes)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 512}, "keys_0 has 601 slots instead of 513, which length=512 needs"),
+        ({"length": 700}, "keys_0 has 601 slots instead of 701"),
+        ({"length": "600"}, "length is '600' instead of an integer"),
+        ({"length": True}, "length is True instead of an integer"),
+        ({"batch": 0}, "batch is 0 instead of at least 1"),
+        ({"target": "other"}, "target is 'other' instead of one of onnx, tensorrt"),
+        ({"versions": ["modify"]}, r"versions is \['modify'\] instead of an object"),
+        ({"files": {"chunk1.onnx": {"bytes": "1", "sha256": ""}}}, r"files\['chunk1\.onnx'\]\.bytes is '1'"),
+        ({"graphs": 3}, "graphs is 3 instead of a list"),
+        (
+            {"graphs": [{"file": "chunk1.onnx", "role": "draft", "chunk": 1}]},
+            "the role of chunk1.onnx is 'draft'",
+        ),
+        ({"routed_blocks": []}, r"ran has shape \[3, 1\], which is not that of batch=3 and 0 routed blocks"),
+        ({"routed_blocks": [{"block": 1, "capacity": 2.0, "tokens": 300}]}, "capacity=2.0.* makes no sense"),
+        (state(3, dtype="float33"), "the dtype of keys_0 is 'float33' instead of one of"),
+        (state(3, grows=4), "keys_0 has no dimension 4 to grow in"),
+        (state(3, grows=1), "keys_0 has 1 slots instead of 601"),
+        (state(3, shape=[2, 1, 601, 1]), r"keys_0 has shape \[2, 1, 601, 1\], which is not that of batch=3"),
+        (state(5, shape=[3, 1, 300, 1]), "keys_1 has 300 slots instead of 301 or 601"),
+        (state(5, shape=[3, 1, 301.0, 1]), r"states\[5\]\.shape\[2\] is 301\.0 instead of an integer"),
+        (state(5, input="keys_0"), "states: .* are not distinct"),
+    ],
+)
+def test_values_that_make_no_sense(
+    bundle: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    if isinstance(changes.get("states"), tuple):
+        number, of_state = changes["states"]
+        states = list(read_manifest(bundle).to_dict()["states"])
+        states[number] |= of_state
+        changes = {"states": states}
+    rewrite_manifest(case, **changes)
+    with pytest.raises(ExportError, match=message):
+        load_engine(case)
+
+
+def test_every_file_is_listed(bundle: Path, tmp_path: Path) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    (case / ".DS_Store").touch()
+    load_engine(case)
+    files = json.loads((case / "manifest.json").read_text())["files"]
+    rewrite_manifest(case, files={name: record for name, record in files.items() if name != "weights.data"})
+    with pytest.raises(
+        ExportError, match=r"holds what its manifest\.json does not list: weights\.data; move"
+    ):
+        load_engine(case)
 
 
 def test_options_that_are_not_applied_are_told(tmp_path: Path) -> None:
@@ -277,6 +370,38 @@ def test_options_that_are_not_applied_are_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"generation_config\.json: repetition_penalty will not be applied"):
         loaded = load_engine(write_bundle(tmp_path / "bundle", config=config))
     assert loaded.stop_tokens == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"min_new_tokens": 5},
+        {"num_beams": 4},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"stop_strings": ["END"]},
+        {"sequence_bias": [[[1], 2.0]]},
+        {"an_option_of_tomorrow": 1},
+    ],
+)
+def test_any_option_that_is_not_applied_is_told(tmp_path: Path, option: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=rf"json: {next(iter(option))} will not be applied"):
+        load_engine(write_bundle(tmp_path / "bundle", config=option))
+
+
+def test_what_changes_nothing_is_not_told(tmp_path: Path) -> None:
+    older = {
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "typical_p": 1.0,
+        "bad_words_ids": None,
+        "max_length": 20,
+    }
+    applied = {"temperature": 0.6, "top_k": 50, "top_p": 0.9, "do_sample": True, "_from_model_config": True}
+    for number, config in enumerate((GenerationConfig().to_dict(), older, applied)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_engine(write_bundle(tmp_path / str(number), config=config))
 
 
 def test_weights_that_are_no_numbers(bundle: Path, tmp_path: Path) -> None:
