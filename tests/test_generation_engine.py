@@ -252,7 +252,7 @@ def test_damage_is_named(bundle: Path, tmp_path: Path) -> None:
         ExportError, match=r"its kind is 'encoder' \(format version 2\).*prefill and generation"
     ):
         load_engine(broken("kind", kind="encoder"))
-    with pytest.raises(ExportError, match=r"states\[0\] has no dtype, grows, output, shape"):
+    with pytest.raises(ExportError, match=r"states\[0\] has no dtype, grows, holds, output, shape"):
         load_engine(broken("states", states=[{"input": "seen"}]))
     with pytest.raises(ExportError, match="it has no states"):
         load_engine(broken("none", states=None))
