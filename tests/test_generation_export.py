@@ -210,7 +210,7 @@ def test_tensorrt_builds_both_graphs(tmp_path: Path) -> None:
     built = to_tensorrt(tmp_path / "onnx", tmp_path / "engines")
     assert [graph.file for graph in built.manifest.graphs] == ["prefill.engine", "decode.engine"]
     assert read_manifest(tmp_path / "engines") == built.manifest
-    assert sorted(built.manifest.files) == ["decode.engine", "prefill.engine"]
+    assert sorted(built.manifest.files) == ["decode.engine", "generation_config.json", "prefill.engine"]
 
 
 def test_the_stop_token_of_a_model_without_a_generation_config_file(tmp_path: Path) -> None:
