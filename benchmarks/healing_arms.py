@@ -13,7 +13,6 @@ from modify.errors import ConfigError
 from modify.retrain_config import RetrainConfig, Train
 from modify.selection import LADDER, check_target
 
-UNTRAINED_RATE = 1e-2  # peak rate of routers and predictors that start untrained
 _FREE = ("flops", "arms", "ablation", "save_every", "keep")  # what a continued benchmark may change
 
 
@@ -100,8 +99,8 @@ class HealingConfig:
         batch_size: rows per optimizer step, and per forward pass elsewhere.
         train: what moves in every arm but `routers`; see `RetrainConfig`.
         learning_rate: see `RetrainConfig`; so are the next two.
-        router_learning_rate: peak rate of routers, gates and predictors that were calibrated; untrained ones get
-            `UNTRAINED_RATE`.
+        router_learning_rate: peak rate of routers, gates and predictors that were calibrated; untrained ones get what
+            `RetrainConfig` gives them.
         precision: of calibration and training; everything is measured in float32.
         distill: weight of the distillation loss in the arms that distill.
         router_share: share of the steps in which only what the conversion added moves, in the arms that distill.
@@ -210,7 +209,7 @@ class HealingConfig:
             train=train,
             learning_rate=self.learning_rate,
             router_learning_rate=(
-                self.router_learning_rate if conversion is None or conversion.calibrated else UNTRAINED_RATE
+                self.router_learning_rate if conversion is None or conversion.calibrated else None
             ),
             precision=self.precision,
             seed=self.seed,
