@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from modify.export.engine import import_onnxruntime
 from modify.export.generation_graphs import ChunkModel, export_chunk, routed_blocks_of, states_of
 from modify.export.generation_parity import check_generation, chunk_runner
 from modify.export.onnx_export import (
+    ExportReport,
     Stages,
     TokenIds,
     check_context,
@@ -55,23 +55,8 @@ if TYPE_CHECKING:
 _PARITY_LENGTH = PREDICTOR_CHUNK + 44
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationReport:
-    """What `export_generation` wrote.
-
-    Attributes:
-        path: the bundle.
-        manifest: its manifest, with the parity that was measured.
-        seconds: time per stage.
-    """
-
-    path: Path
-    manifest: GenerationManifest
-    seconds: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return {"path": str(self.path), "manifest": self.manifest.to_dict(), "seconds": self.seconds}
+class GenerationReport(ExportReport[GenerationManifest]):
+    """What `export_generation` wrote."""
 
 
 def export_generation(

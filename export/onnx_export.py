@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from modify.checkpoint import load_tokenizer
 from modify.config import MoDConfig
 from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
+from modify.export.bundle import M
 from modify.export.engine import import_onnxruntime
 from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
 from modify.ops.modules import RandomRouter
@@ -31,6 +33,25 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 TokenIds = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport(Generic[M]):
+    """What an export wrote.
+
+    Attributes:
+        path: the bundle.
+        manifest: its manifest, with the parity that was measured.
+        seconds: time per stage.
+    """
+
+    path: Path
+    manifest: M
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {"path": str(self.path), "manifest": self.manifest.to_dict(), "seconds": self.seconds}
 
 
 class Stages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from modify.errors import ExportError
 from modify.export.bundle import Manifest, RoutedBlock, TensorSpec, copy_companions, write_manifest
 from modify.export.engine import create_session, import_onnxruntime
 from modify.export.onnx_export import (
+    ExportReport,
     Stages,
     TokenIds,
     check_exportable,
@@ -44,23 +44,8 @@ MODEL = "model.onnx"
 _DIAGNOSIS = "diagnosis.onnx"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OnnxReport:
-    """What `to_onnx` wrote.
-
-    Attributes:
-        path: the bundle.
-        manifest: its manifest, with the parity that was measured.
-        seconds: time per stage.
-    """
-
-    path: Path
-    manifest: Manifest
-    seconds: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return {"path": str(self.path), "manifest": self.manifest.to_dict(), "seconds": self.seconds}
+class OnnxReport(ExportReport[Manifest]):
+    """What `to_onnx` wrote."""
 
 
 def to_onnx(
