@@ -24,7 +24,7 @@ from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.bundle import M
 from modify.export.engine import import_onnxruntime
-from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
+from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place, scale_norms
 from modify.ops.modules import RandomRouter
 from modify.passes.base import longest_sequence
 
@@ -180,6 +180,7 @@ def export_graph(
     assert program is not None
     strip_metadata(program.model)
     divide_by_roots(program.model)
+    scale_norms(program.model)
     keep_weights_in_place(program.model)
     return program.model
 

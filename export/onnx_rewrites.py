@@ -36,6 +36,44 @@ def divide_by_roots(model: onnx_ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
+def scale_norms(model: onnx_ir.Model) -> None:
+    """Multiply a normalisation that has no weight, `x / sqrt(mean(x^2) + eps)`, by ones.
+
+    ONNX Runtime makes one operator of the five only where a weight follows: those of predictors, routers and bypasses
+    have none, and a token that skips a block would spend much of its time there.
+    """
+    import numpy as np
+    import onnx_ir
+
+    for graph in model.graphs():
+        for node in list(graph):
+            if node.op_type != "Div" or not _is_root_mean_square(node):
+                continue
+            normed = node.outputs[0]
+            if normed.shape is None or normed.dtype is None or not isinstance(normed.shape[-1], int):
+                continue
+            if normed.is_graph_output() or any(user.op_type == "Mul" for user in normed.consumers()):
+                continue
+            ones = onnx_ir.tensor(np.ones(normed.shape[-1], dtype=normed.dtype.numpy()))
+            weight = onnx_ir.node("Constant", [], {"value": ones})
+            scaled = onnx_ir.node("Mul", [normed, weight.outputs[0]])
+            scaled.outputs[0].shape, scaled.outputs[0].type = normed.shape, normed.type
+            onnx_ir.convenience.replace_all_uses_with(normed, scaled.outputs[0])
+            scaled.replace_input_with(0, normed)
+            graph.insert_after(node, [weight, scaled])
+
+
+def _is_root_mean_square(division: onnx_ir.Node) -> bool:
+    """Whether a node is `x / sqrt(mean(x^2) + eps)`."""
+    x, value = division.inputs
+    for operator in ("Sqrt", "Add", "ReduceMean", "Pow"):
+        producer = None if value is None else value.producer()
+        if producer is None or producer.op_type != operator:
+            return False
+        value = producer.inputs[0]
+    return value is x
+
+
 def keep_weights_in_place(model: onnx_ir.Model) -> None:
     """Replace `MatMul(x, Transpose(weight))` by `Gemm(x, weight, transB=1)`.
 

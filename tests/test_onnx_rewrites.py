@@ -7,7 +7,7 @@ import onnx_ir
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place
+from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place, scale_norms
 
 
 def model(nodes, weights) -> onnx_ir.Model:
@@ -67,3 +67,61 @@ def test_other_products_are_left_alone():
     keep_weights_in_place(found)
     divide_by_roots(found)
     assert operators(found) == ["MatMul"]
+
+
+def norm(x: str, out: str) -> list:
+    """`x / sqrt(mean(x^2) + eps)`, as exported."""
+    return [
+        helper.make_node("Pow", [x, "two"], [f"{out}_square"]),
+        helper.make_node("ReduceMean", [f"{out}_square", "last"], [f"{out}_mean"]),
+        helper.make_node("Add", [f"{out}_mean", "eps"], [f"{out}_sum"]),
+        helper.make_node("Sqrt", [f"{out}_sum"], [f"{out}_root"]),
+        helper.make_node("Div", [x, f"{out}_root"], [out]),
+    ]
+
+
+def normed(*nodes) -> onnx_ir.Model:
+    graph = helper.make_graph(
+        list(nodes),
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 1, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 1, 3])],
+        [
+            numpy_helper.from_array(np.float32(2.0), "two"),
+            numpy_helper.from_array(np.array([-1]), "last"),
+            numpy_helper.from_array(np.float32(1e-6), "eps"),
+            numpy_helper.from_array(np.array([1.0, 2.0, 3.0], np.float32), "w"),
+        ],
+        value_info=[helper.make_tensor_value_info("n", TensorProto.FLOAT, [2, 1, 3])],
+    )
+    return onnx_ir.from_proto(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    )
+
+
+def test_a_norm_without_weight_becomes_one_operator(tmp_path):
+    found = normed(*norm("x", "n"), helper.make_node("Neg", ["n"], ["y"]))
+    expected = run(found)
+    scale_norms(found)
+    assert operators(found)[-2:] == ["Mul", "Neg"]
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(onnx_ir.to_proto(found).SerializeToString(), options)
+    optimized = onnx_ir.load(tmp_path / "optimized.onnx")
+    assert operators(optimized) == ["SimplifiedLayerNormalization", "Neg"]
+    np.testing.assert_allclose(run(found), expected, rtol=1e-6)
+    before = operators(found)
+    scale_norms(found)
+    assert operators(found) == before
+
+
+def test_norms_with_a_weight_and_other_divisions_are_left_alone():
+    weighed = normed(*norm("x", "n"), helper.make_node("Mul", ["w", "n"], ["y"]))
+    other = normed(
+        helper.make_node("Neg", ["x"], ["z"]), *norm("x", "m"), helper.make_node("Div", ["z", "m_root"], ["y"])
+    )
+    for found in (weighed, other):
+        before = operators(found)
+        scale_norms(found)
+        assert operators(found) == before

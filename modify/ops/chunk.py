@@ -220,7 +220,7 @@ def select_token(
     """`select_in_chunk` for a chunk of one token."""
     wanted = _wanted(logits, threshold, keep_first, positions, padding)
     took = wanted & (in_chunk < chunk_limit(capacity, slack))
-    return TokenSelection(took, took, wanted & ~took)
+    return TokenSelection(took, took, wanted ^ took)
 
 
 def merge_token(took: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
