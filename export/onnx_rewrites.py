@@ -58,6 +58,7 @@ def scale_norms(model: onnx_ir.Model) -> None:
             weight = onnx_ir.node("Constant", [], {"value": ones})
             scaled = onnx_ir.node("Mul", [normed, weight.outputs[0]])
             scaled.outputs[0].shape, scaled.outputs[0].type = normed.shape, normed.type
+            _name(normed.name, weight, scaled)
             onnx_ir.convenience.replace_all_uses_with(normed, scaled.outputs[0])
             scaled.replace_input_with(0, normed)
             graph.insert_after(node, [weight, scaled])
@@ -103,8 +104,15 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
             back = onnx_ir.node("Reshape", [product.outputs[0], constants[1].outputs[0]])
             new = back.outputs[0]
             new.shape, new.type, name = result.shape, result.type, result.name
+            _name(name, *constants, flat, product)
             graph.insert_before(node, [*constants, flat, product, back])
             onnx_ir.convenience.replace_all_uses_with(result, new, replace_graph_outputs=True)
             graph.remove(node, safe=True)
             result.name, new.name = None, name
     RemoveUnusedNodesPass()(model)
+
+
+def _name(base: str | None, *nodes: onnx_ir.Node) -> None:
+    """Name what nodes compute after a value beside them: a branch may not use a name that its surroundings have."""
+    for number, node in enumerate(nodes):
+        node.outputs[0].name = f"{base}_{node.op_type}_{number}"
