@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from checkpoints import byte_tokenizer, write_llama
 from transformers import pipeline
 
 import modify
+from modify import lm_eval as modify_lm_eval
 from modify.conversion import convert_checkpoint
 from modify.generation import generate_text
 
 ROOT = Path(__file__).resolve().parent.parent
-INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,6 @@ def likeliest(model: modify.MoDForCausalLM, question: str, choices: list[str]) -
     return scores.index(max(scores))
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs the package lm-eval: pip install lm-eval")
 @pytest.mark.slow
 def test_a_task_of_ones_own(checkpoint, tmp_path):
     """The accuracy is that of log-likelihoods computed by hand; the example's command line, but for the model."""
@@ -73,13 +71,14 @@ def test_a_task_of_ones_own(checkpoint, tmp_path):
     assert found == pytest.approx(right / len(lines))
 
 
-@pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
-def test_without_lm_eval_one_line_says_so():
-    done = lm_eval("--tasks", "rivers")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: lm-eval is not installed; run: pip install lm-eval\n",
-    )
+def test_without_lm_eval_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [])  # nothing can be imported anew
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as stopped:
+        modify_lm_eval.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: lm-eval is not installed; run: pip install lm-eval\n"
 
 
 def test_pipeline_by_path(checkpoint):
