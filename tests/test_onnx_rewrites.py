@@ -119,7 +119,9 @@ def test_a_norm_without_weight_becomes_one_operator(tmp_path):
 def test_norms_with_a_weight_and_other_divisions_are_left_alone():
     weighed = normed(*norm("x", "n"), helper.make_node("Mul", ["w", "n"], ["y"]))
     other = normed(
-        helper.make_node("Neg", ["x"], ["z"]), *norm("x", "m"), helper.make_node("Div", ["z", "m_root"], ["y"])
+        helper.make_node("Neg", ["x"], ["z"]),
+        *norm("x", "m"),
+        helper.make_node("Div", ["z", "m_root"], ["y"]),
     )
     for found in (weighed, other):
         before = operators(found)
