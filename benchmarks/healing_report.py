@@ -150,19 +150,21 @@ def _perplexities(text: str, results: Sequence[Row]) -> list[str]:
 
 def _arms(results: Sequence[Row]) -> list[str]:
     lines = [
-        "| FLOPs | arm | of dense, top-k | of dense, predictor | predictor agrees | tokens run, of capacity | "
-        "seconds | blocks: capacity |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| FLOPs | arm | of dense, top-k | of dense, predictor | predictor agrees | one threshold would | "
+        "tokens run, of capacity | seconds | blocks: capacity |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for arm in results:
         measured = list(arm["after"].values())
         cells = [f"{arm['flops_ratio']:.1%}"]
-        for key in (
-            "flops_ratio",
-            "predictor_accuracy",
-            "share",
+        for routing, key in (
+            ("predictor", "flops_ratio"),
+            ("predictor", "predictor_accuracy"),
+            ("topk", "one_threshold"),
+            ("predictor", "share"),
         ):  # of the texts, whose rows are equally long
-            values = [by_routing["predictor"][key] for by_routing in measured if "predictor" in by_routing]
+            found = [by_routing[routing].get(key) for by_routing in measured if "predictor" in by_routing]
+            values = [value for value in found if value is not None]
             cells.append(f"{sum(values) / len(values):.1%}" if values else "")
         target = "" if arm["target"] is None else f"{arm['target']:g}"
         blocks = _layers(arm["mod_config"]) if arm["mod_config"] else ""

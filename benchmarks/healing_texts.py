@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from healing_arms import HealingConfig
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from modify.calibration import spread_indices
 from modify.checkpoint import load_tokenizer, read_dense_config, skeleton, unpack_gguf
 from modify.data import PackedDataset
 from modify.errors import ConfigError
-from modify.evaluation import evaluate, packed_rows
+from modify.evaluation import evaluate, membership, packed_rows, run_rows
 from modify.modeling import MoDForCausalLM
+from modify.ops.routing import BlockRouting
 from modify.storage import atomic_directory, link_or_copy
 
 
@@ -99,8 +101,9 @@ def measure(model: PreTrainedModel, texts: Mapping[str, PackedDataset], batch_si
 
     Returns:
         By text and routing (`topk` and `predictor`; `topk` alone without routed blocks, `dense` for a dense model),
-        JSON-ready: `loss`, `perplexity`, `flops_ratio`, `predictor_accuracy`, and `share`: tokens that ran relative to
-        the capacity. The latter two are None where no block is routed.
+        JSON-ready: `loss`, `perplexity`, `flops_ratio`, `predictor_accuracy`, `share`: tokens that ran relative to the
+        capacity, and under top-k `one_threshold`, see `accuracy_of_one_threshold`. The latter three are None where no
+        block is routed.
     """
     routings: tuple[Any, ...] = ("dense",)
     if isinstance(model, MoDForCausalLM):
@@ -117,4 +120,35 @@ def measure(model: PreTrainedModel, texts: Mapping[str, PackedDataset], batch_si
                 "predictor_accuracy": metrics.predictor_accuracy,
                 "share": ran / meant if meant else None,
             }
+            if routing == "topk":
+                accuracy = accuracy_of_one_threshold(model, rows.rows, batch_size)
+                measured[name][routing]["one_threshold"] = accuracy
     return measured
+
+
+def accuracy_of_one_threshold(model: PreTrainedModel, rows: Tensor, batch_size: int) -> float | None:
+    """Return how often a block's router scores above one threshold agree with their top-k, which is row by row.
+
+    The threshold is the one that selects as many tokens of these very rows, so a predictor agrees hardly more often,
+    however well it predicts scores. Mean over routed blocks; None where there are none.
+
+    Args:
+        model: a converted model.
+        rows: `[N, S]` token ids.
+        batch_size: rows per forward pass.
+    """
+    assert isinstance(model, MoDForCausalLM)
+    seen: dict[int, list[Tensor]] = {}
+
+    def observe(blocks: Mapping[int, BlockRouting]) -> None:
+        for index, block in blocks.items():
+            seen.setdefault(index, []).append(block.scores)
+
+    run_rows(model, rows, "topk", batch_size, observe=observe)
+    agreed = []
+    for index, parts in seen.items():
+        scores = torch.cat(parts)
+        best = membership(scores, model.capacities[index], model.mod_config.keep_first)
+        threshold = scores.flatten().sort(descending=True).values[int(best.sum()) - 1]
+        agreed.append(float(((scores >= threshold) == best).double().mean()))
+    return sum(agreed) / len(agreed) if agreed else None

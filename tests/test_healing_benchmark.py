@@ -10,9 +10,13 @@ from typing import Any
 
 import healing
 import pytest
+import torch
 from checkpoints import write_llama
+from decoders import token_ids
+from families import tiny_model
 from healing_arms import ABLATION, ARMS, CONVERSIONS, DENSE, HealingConfig
 from healing_plan import CannotReachError, Planner
+from healing_texts import accuracy_of_one_threshold
 
 import modify
 from modify.checkpoint import load_dense
@@ -100,7 +104,7 @@ def test_tables_say_what_the_files_say(out: Path) -> None:
                 reference = dense[when][text]["dense"]["perplexity"]
                 assert row[2 + number] == f"{perplexity:,.2f} ({perplexity / reference:.3f})"
         assert mine[2][2] == f"{arm['flops_ratio']:.1%}"
-        assert mine[2][6] == f"{arm['seconds']:,.0f}"
+        assert mine[2][7] == f"{arm['seconds']:,.0f}"
     for name, adds in ABLATION.items():
         row = next(row for row in rows if row[0] == adds)
         measured = read(out / "converted" / f"0.8-{name}.json")["measured"]
@@ -117,6 +121,8 @@ def test_arms_are_trained_alike(out: Path) -> None:
         assert [tokens for tokens, _ in arm["curve"]] == [0, 5 * 512, 10 * 512]
         assert arm["curve"][-1][1] < arm["curve"][0][1]
         assert arm["seconds"] > 0
+    assert 0.5 < arms["0.8-ours"]["after"]["wiki"]["topk"]["one_threshold"] <= 1
+    assert arms["0.8-shallower"]["after"]["wiki"]["topk"]["one_threshold"] is None
     ours = arms["0.8-ours"]["after"]["wiki"]["predictor"]
     assert 0.5 < ours["predictor_accuracy"] <= 1
     assert 0.5 < ours["share"] < 1.5
@@ -126,6 +132,23 @@ def test_arms_are_trained_alike(out: Path) -> None:
     assert (out / "tokens.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "flops.png").read_bytes().startswith(b"\x89PNG")
     assert not any((out / "healed").iterdir())
+
+
+def test_one_threshold_agrees_with_top_k_within_a_row_and_less_across_rows() -> None:
+    config = modify.MoDConfig(capacity=0.25, keep_first=0)
+    model = modify.MoDForCausalLM.from_dense(tiny_model("llama"), config).eval()
+    rows = token_ids(3, 40)
+    assert accuracy_of_one_threshold(model, rows[:1], 1) == 1.0
+    with torch.no_grad():
+        routing = model(rows, routing="topk").routing
+    expected = 0.0
+    for block in routing.values():
+        level = sorted(block.scores.flatten().tolist())[-30]  # 10 of each row's 40
+        for scores in block.scores.tolist():
+            best = sorted(scores)[-10]
+            expected += sum((score >= level) == (score >= best) for score in scores) / 120 / len(routing)
+    assert accuracy_of_one_threshold(model, rows, 2) == pytest.approx(expected)
+    assert expected < 1
 
 
 def test_second_run_makes_nothing(
