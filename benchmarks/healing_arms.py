@@ -136,7 +136,7 @@ class HealingConfig:
     router_share: float = 0.05
     predictor_share: float = 0.2
     bypass_rank: int = 64
-    predictor_hidden: int = 64
+    predictor_hidden: int = 16
     predictor_slack: float = 1.1
     capacities: tuple[float, ...] = LADDER
     search_rows: int = 24

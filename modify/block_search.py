@@ -26,7 +26,8 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_TRIED_PER_STEP = 4  # candidates
+_TRIED_PER_STEP = 4  # candidates that were not measured lately
+_LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +157,7 @@ class BlockSearch:
                 # Lower ones are not measured yet; they will hardly cost less.
                 pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
                 report()
+        measured = dict.fromkeys(pending, -1)  # at which step
         self.kept = _indispensable(self.alone)
         pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
         step = 0
@@ -163,14 +165,17 @@ class BlockSearch:
             best: _Trial | None = None
             tried: list[tuple[float, int, float]] = []
             for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
-                if len(tried) == _TRIED_PER_STEP or (tried and min(tried)[0] <= pending[index, capacity]):
+                if tried and min(tried)[0] <= pending[index, capacity]:
                     break  # rates hardly fall, so none that follows is likely to be less
+                if len(tried) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
+                    continue  # it only seems cheap: the others cost more, too, when they were measured again
                 if capacity not in self._lower_capacities(index):
                     del pending[
                         index, capacity
                     ]  # it is lower already, or all other blocks have been dropped since
                     continue
                 trial = self._try(index, capacity)
+                measured[index, capacity] = step
                 rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)
                 tried.append((rate, index, capacity))
                 if tried[-1] == min(tried):

@@ -130,10 +130,11 @@ class Predictor(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            x = hidden.detach().float()
+            x = hidden.detach().float().flatten(0, 1)  # rows: runtimes multiply matrices in one operator
             x = functional.rms_norm(x, x.shape[-1:], eps=1e-6)
             x = functional.silu(functional.linear(x, self.up.weight.float(), self.up.bias.float()))
-            return functional.linear(x, self.down.weight.float(), self.down.bias.float()).squeeze(-1)
+            logits = functional.linear(x, self.down.weight.float(), self.down.bias.float())
+            return logits.view(hidden.shape[:-1])
 
 
 class RouterAsPredictor(nn.Module):
