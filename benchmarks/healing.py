@@ -50,6 +50,7 @@ from modify.modeling import MoDForCausalLM, Routing
 from modify.retraining import retrain
 from modify.thresholds import calibrate_thresholds
 
+_THRESHOLD_ROWS = 48  # of the calibration text
 Report = Callable[[str], None]
 
 console = Console(stderr=True)
@@ -234,7 +235,8 @@ class Benchmark:
         """Calibrate the predictors' thresholds on the calibration text, as calibration does."""
         rows = self.texts.calibration.rows
         if isinstance(model, MoDForCausalLM) and model.capacities:
-            calibrate_thresholds(model, rows[spread_indices(len(rows), 16)], self.config.batch_size)
+            chosen = rows[spread_indices(len(rows), _THRESHOLD_ROWS)]
+            calibrate_thresholds(model, chosen, self.config.batch_size)
 
     def _loss(self, model: PreTrainedModel, routing: Routing) -> float:
         """Loss on the few rows, as training measures it along the way."""
