@@ -264,7 +264,7 @@ class GenerationEngine:
         manifest = self.manifest
         if not 1 <= len(prompts) <= manifest.batch:
             raise ConfigError(
-                f"{len(prompts)} prompts: the bundle runs 1 to {manifest.batch} at a time; give them in groups, or "
+                f"{len(prompts)} prompts: the bundle runs up to {manifest.batch} at a time; give them in groups, or "
                 "export it with a larger batch"
             )
         arrays = []

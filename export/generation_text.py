@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from modify.errors import ConfigError
 from modify.export.bundle_text import BundleTokenizer
 from modify.export.generation_engine import GenerationEngine
 from modify.generation_report import Generation
@@ -38,10 +39,16 @@ def generate_text(
         on_text: called with each piece of text as soon as it is final.
 
     Raises:
-        ConfigError: an option is out of range, the prompt is empty or too long for the bundle, or there is no chat
-            template.
+        ConfigError: an option is out of range, the prompt is empty and the tokenizer has no first token, it is too long
+            for the bundle, there is no chat template, or the engine is none of a generation bundle.
         ExportError: the tokenizer or a package is missing, or ONNX Runtime fails.
     """
+    if not isinstance(engine, GenerationEngine):
+        raise ConfigError(
+            f"generate_text takes what load_engine made of a generation bundle, not {type(engine).__name__}"
+        )
+    if not isinstance(prompt, str):
+        raise ConfigError(f"prompt must be text, not {type(prompt).__name__}; give one prompt at a time")
     tokenizer = tokenizer or BundleTokenizer(engine.folder)
     if chat:
         prompt = tokenizer.chat([{"role": "user", "content": prompt}])

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modify.errors import ExportError, first_line
+from modify.errors import ConfigError, ExportError, first_line
 
 _SHORT_NAMES = {
     "cpu": "CPUExecutionProvider",
@@ -45,8 +45,11 @@ def create_session(
             stay in the file, which sessions of one bundle map into memory together.
 
     Raises:
+        ConfigError: `threads` is less than 1.
         ExportError: ONNX Runtime or a provider is missing, or the model cannot be loaded.
     """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}")
     runtime = import_onnxruntime()
     available = runtime.get_available_providers()
     for provider in providers:

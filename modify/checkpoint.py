@@ -59,6 +59,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         if path.suffix == ".gguf":
             _require_file(path)
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        _require_directory(path)  # otherwise its name would be looked up on a hub
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except CheckpointError:
         raise
@@ -163,14 +164,7 @@ def check_weights(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the directory or a file is missing, a file is damaged or cut, or the index does not match.
     """
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist; give a Hugging Face checkpoint directory or a .gguf file"
-        )
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is no directory and no .gguf file; give the directory that holds config.json"
-        )
+    _require_directory(path)
     _config_json(path)
     if (path / INDEX).exists():
         try:
@@ -274,6 +268,8 @@ def _header(shard: Path) -> dict[str, list[int]]:
 def _config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
+        if (path / "manifest.json").exists():
+            raise CheckpointError(f"{path} is an exported bundle; give the checkpoint that it was made of")
         raise CheckpointError(f"{path} has no config.json; give the directory of a Hugging Face checkpoint")
     try:
         values = json.loads(file.read_text())
@@ -282,6 +278,17 @@ def _config_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or "model_type" not in values:
         raise CheckpointError(f"{file} names no model_type; give the directory of a Hugging Face checkpoint")
     return values
+
+
+def _require_directory(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist; give a Hugging Face checkpoint directory or a .gguf file"
+        )
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is no directory and no .gguf file; give the directory that holds config.json"
+        )
 
 
 def _require_file(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from modify.errors import ConfigError
+from modify.errors import CacheError, ConfigError
 from modify.generation_checks import check_room, check_sampling
 from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
@@ -49,8 +50,8 @@ def generate_text(
         on_text: called with each piece of text as soon as it is final.
 
     Raises:
-        ConfigError: an option is out of range, the prompt is empty, or prompt and new tokens exceed the model's
-            context; speculation with a dense model.
+        ConfigError: an option is out of range, the prompt is empty and the tokenizer has no first token, or prompt and
+            new tokens exceed the model's context; speculation with a dense model.
         CacheError: speculation with a model that cannot be decoded with a cache.
     """
     check_sampling(temperature, top_k, top_p, seed)
@@ -69,6 +70,9 @@ def generate_text(
                 "speculation needs a converted model, and is given a dense one; leave speculative out"
             )
         draft = model.draft()
+    if isinstance(model, MoDForCausalLM):
+        with contextlib.suppress(CacheError):  # then it generates without
+            model.new_cache()  # traces the graphs, so that no step is blamed for the time
     recorder = _Recorder(tokenizer, on_text, count)
     start = time.perf_counter()
     hook = model.register_forward_hook(recorder.look, with_kwargs=True)

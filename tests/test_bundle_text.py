@@ -62,6 +62,14 @@ def test_options_and_prompts_that_do_not_fit(engine: GenerationEngine) -> None:
         generate_text(engine, "")
     with pytest.raises(ConfigError, match="exceed the bundle's length of 600; shorten the prompt"):
         generate_text(engine, "#" * 601)
+    with pytest.raises(ConfigError, match="prompt must be text, not list; give one prompt at a time"):
+        generate_text(engine, [PROMPT])  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="takes what load_engine made of a generation bundle, not PosixPath"
+    ):
+        generate_text(engine.folder, PROMPT)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="threads must be at least 1, got 0"):
+        load_engine(engine.folder, threads=0)
 
 
 def test_characters_of_several_tokens_are_streamed_whole(folder: Path) -> None:

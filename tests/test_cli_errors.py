@@ -115,6 +115,11 @@ def cut_mod_weights() -> None:
     truncate(Path("mod/mod.safetensors"))
 
 
+def a_bundle() -> None:
+    Path("bundle").mkdir()
+    Path("bundle/manifest.json").write_text("{}")
+
+
 def no_tokenizer() -> None:
     for file in Path("mod").glob("tokenizer*"):
         file.unlink()
@@ -218,6 +223,8 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, f"generate mod --prompt hi --max-new-tokens {LONG}", (f"context of {CONTEXT}",)),
     (nothing, "generate mod", ("--prompt or --file",)),
     (nothing, "generate mod --file absent.txt", ("absent.txt", "No such file")),
+    (nothing, "generate absent --prompt hi", ("absent does not exist", "checkpoint directory")),
+    (a_bundle, "inspect bundle", ("bundle is an exported bundle", "the checkpoint")),
     (cut_mod_weights, "generate mod --prompt hi", ("mod.safetensors is damaged",)),
     (no_tokenizer, "evaluate mod --data pydoc", ("no tokenizer",)),
     (

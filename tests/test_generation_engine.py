@@ -149,8 +149,8 @@ def test_slots_come_in_the_predictor_s_chunks() -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {}, "0 prompts: the bundle runs 1 to 3 at a time"),
-        ([[1]] * 4, {}, "4 prompts: the bundle runs 1 to 3 at a time"),
+        ([], {}, "0 prompts: the bundle runs up to 3 at a time"),
+        ([[1]] * 4, {}, "4 prompts: the bundle runs up to 3 at a time"),
         ([[1], []], {}, "prompt 1 must be a list of token ids, at least one"),
         ([[1.5]], {}, "prompt 0 must be a list of token ids"),
         ([[0, VOCABULARY]], {}, "token ids must be 0 to 10, got 0 to 11"),
