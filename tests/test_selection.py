@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,28 @@ def test_the_choice_is_drawn(selection, tmp_path):
     with pytest.raises(ModifyError, match=r"choice\.xyz cannot be drawn"):
         draw_selection(selection, tmp_path / "choice.xyz")
     assert [path.name for path in tmp_path.iterdir()] == ["choice.png"]
+
+
+class ScriptedSearch(BlockSearch):
+    """A search whose costs are written down: of each block, what it adds each time that it is measured."""
+
+    def __init__(self, costs: dict[int, list[float]]) -> None:
+        self.costs = {index: iter(values) for index, values in costs.items()}
+        self.blocks = self.allowed = list(costs)
+        self.blocks_in_model = dict.fromkeys([*costs, -1])
+        self.capacities, self.dense_flops = (0.0,), 100
+        self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
+        self.state, self.alone, self.loss = {}, {}, 0.0
+
+    def _try(self, index, capacity):
+        return SimpleNamespace(loss=self.loss + next(self.costs[index]))
+
+    def _take(self, index, capacity, trial):
+        self.state[index], self.loss = capacity, trial.loss
+
+
+def test_a_block_that_was_measured_lately_is_not_passed_over_for_those_that_only_seem_cheap():
+    stale = {index: [0.020 + 0.001 * index, 0.05] for index in range(2, 8)}
+    search = ScriptedSearch({0: [0.010, 0.030, 0.030], 1: [0.011, 0.011], **stale})
+    steps = search.steps(lambda: None)
+    assert [next(steps).block for _ in range(2)] == [1, 0]
