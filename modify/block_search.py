@@ -28,6 +28,7 @@ from modify.passes.base import block_calls, block_result, merges_of, routing_of,
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
 _TRIED_PER_STEP = 4  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
+_BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +54,17 @@ class _Trial:
     """What lowering one block leads to.
 
     Attributes:
-        loss: mean cross-entropy, in nats per token.
+        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was given up.
+        loss: mean cross-entropy, in nats per token; of a trial that was given up, what its lag behind the best one of
+            its step on those batches lets expect.
+        saving: share of the dense model's operations.
         states: of the block's bypass and router, as fitted.
         hidden: by later block, its input in the batches that losses are measured on.
     """
 
+    losses: list[float]
     loss: float
+    saving: float
     states: list[dict[str, Tensor]]
     hidden: dict[int, list[Tensor]]
 
@@ -135,12 +141,12 @@ class BlockSearch:
         self.routed.begin(self.batches)
         self.hidden = {self.blocks[0]: self.dense.begin(self.batches)}
         self.targets: dict[int, list[Tensor]] = {}
-        loss = self._refresh(self.blocks[0])
+        self.losses = self._refresh(self.blocks[0])
         for index, targets in self.targets.items():
             check_finite(f"block {index}: hidden states", targets)
         for index, metric in self.metrics.items():
             check_finite(f"block {index}: gradients of the loss behind it", [metric])
-        self.loss = _finite(loss, "the dense model")
+        self.loss = self._mean(self.losses, "the dense model")
 
     def steps(self, report: Callable[[], None]) -> Iterator[Step]:
         """Lower one block after another; each step is yielded when it is taken.
@@ -174,7 +180,7 @@ class BlockSearch:
                         index, capacity
                     ]  # it is lower already, or all other blocks have been dropped since
                     continue
-                trial = self._try(index, capacity)
+                trial = self._try(index, capacity, best)
                 measured[index, capacity] = step
                 rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)
                 tried.append((rate, index, capacity))
@@ -258,25 +264,47 @@ class BlockSearch:
         for module, state in zip(self._fitted_modules(index), states, strict=True):
             module.load_state_dict(state)
 
-    def _try(self, index: int, capacity: float) -> _Trial:
-        """Lower one block further, see what that leads to, and leave everything as it was."""
+    def _try(self, index: int, capacity: float, best: _Trial | None = None) -> _Trial:
+        """Lower one block further, see what that leads to, and leave everything as it was.
+
+        A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
+        """
         before, states = self.state.get(index, 1.0), self._states(index)
+        saving = self._saving(index, capacity)
         self._set(index, capacity)
         self._fit(index)
-        total = torch.zeros((), dtype=torch.float64)
+        losses: list[float] = []
         later: dict[int, list[Tensor]] = {}
+        lag = 0.0
         for batch in range(self.fitted, len(self.batches)):
             hidden = self.hidden[index][batch]
             for block in self.blocks[self.blocks.index(index) :]:
                 if block != index:
                     later.setdefault(block, []).append(hidden)
                 hidden, _ = self._segment(block, batch, hidden)
-            total += loss_sum(hidden, self.batches[batch])
-        loss = _finite(float(total) / self.targets_of_loss, f"block {index} at capacity {capacity}")
-        trial = _Trial(loss=loss, states=self._states(index), hidden=later)
+            losses.append(float(loss_sum(hidden, self.batches[batch])))
+            if best is not None and (lag := self._lag(losses, saving, best)):
+                break
+        if lag and best is not None:
+            loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
+        else:
+            loss = self._mean(losses, f"block {index} at capacity {capacity}")
+        fitted = self._states(index)
         self._set(index, before)
         self._load(index, states)
-        return trial
+        return _Trial(losses=losses, loss=loss, saving=saving, states=fitted, hidden=later)
+
+    def _lag(self, losses: list[float], saving: float, best: _Trial) -> float:
+        """How much more loss than `best` a trial adds per share of operations, if its batches leave little doubt.
+
+        In nats per token; 0 where the mean of the batches' differences is less than twice its standard error.
+        """
+        if len(losses) < _BATCHES_TO_JUDGE or best.loss <= self.loss or not math.isfinite(losses[-1]):
+            return 0.0
+        rates = zip(losses, best.losses, self.losses, strict=False)
+        lags = [(loss - now) / saving - (rival - now) / best.saving for loss, rival, now in rates]
+        mean, error = statistics.mean(lags), statistics.stdev(lags) / math.sqrt(len(lags))
+        return mean * len(self.losses) / self.targets_of_loss if mean > 2 * error else 0.0
 
     def _take(self, index: int, capacity: float, trial: _Trial) -> None:
         """Lower one block further for good."""
@@ -284,15 +312,16 @@ class BlockSearch:
         self._load(index, trial.states)
         for block, hidden in trial.hidden.items():
             self.hidden[block][self.fitted :] = hidden
-        self.loss = trial.loss
+        self.losses, self.loss = trial.losses, trial.loss
 
     def refit(self) -> float:
         """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
-        return _finite(self._refresh(min(self.state), self.state), "all lowered blocks, fitted once more")
+        self.losses = self._refresh(min(self.state), self.state)
+        return self._mean(self.losses, "all lowered blocks, fitted once more")
 
-    def _refresh(self, first: int, fit: Collection[int] = ()) -> float:
-        """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the loss."""
-        total = torch.zeros((), dtype=torch.float64)
+    def _refresh(self, first: int, fit: Collection[int] = ()) -> list[float]:
+        """Run everything from block `first` on, fit the blocks of `fit` on the way, and return the batches' losses."""
+        losses: list[float] = []
         for index in self.blocks[self.blocks.index(first) :]:
             if index in fit:
                 self._fit(index)
@@ -303,12 +332,21 @@ class BlockSearch:
                 if index != self.blocks[-1]:
                     passed.append(hidden)
                 elif batch >= self.fitted:
-                    total += loss_sum(hidden, self.batches[batch])
+                    losses.append(float(loss_sum(hidden, self.batches[batch])))
                 outputs.append(behind)
             if index != self.blocks[-1]:
                 self.hidden[self.blocks[self.blocks.index(index) + 1]] = passed
             self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
-        return float(total) / self.targets_of_loss
+        return losses
+
+    def _mean(self, losses: list[float], what: str) -> float:
+        """Return the loss per token, if it is one: comparing NaN would choose blocks at random."""
+        loss = sum(losses) / self.targets_of_loss
+        if not math.isfinite(loss):
+            raise CheckpointError(
+                f"{what}: the loss is not finite; the checkpoint's weights are damaged, or try precision fp32"
+            )
+        return loss
 
     def _segment(self, index: int, batch: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run a block, and return the hidden states before the next one (or the logits), and those right behind it."""
@@ -337,15 +375,6 @@ class BlockSearch:
             self.model.mod_config.keep_first,
             self.metrics.get(index),
         )
-
-
-def _finite(loss: float, what: str) -> float:
-    """Return a measured loss, if it is one: comparing NaN would choose blocks at random."""
-    if not math.isfinite(loss):
-        raise CheckpointError(
-            f"{what}: the loss is not finite; the checkpoint's weights are damaged, or try precision fp32"
-        )
-    return loss
 
 
 def _indispensable(alone: dict[int, float]) -> tuple[int, ...]:

@@ -78,8 +78,9 @@ def select_blocks(
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
     the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are routed, much
     alike for all, so of the steps that were cheapest when last measured at most four are measured again, beside those
-    that were measured lately, after the lazy greedy algorithm (Minoux 1978). A block that the model cannot spare (see
-    `BlockSelection.kept`) is never lowered.
+    that were measured lately, after the lazy greedy algorithm (Minoux 1978). A trial that clearly loses more than the
+    best one of its step is given up after three batches or more (racing, Maron and Moore 1994). A block that the model
+    cannot spare (see `BlockSelection.kept`) is never lowered.
 
     Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
 

@@ -184,7 +184,7 @@ class ScriptedSearch(BlockSearch):
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
 
-    def _try(self, index, capacity):
+    def _try(self, index, capacity, best=None):
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
@@ -196,3 +196,37 @@ def test_a_block_that_was_measured_lately_is_not_passed_over_for_those_that_only
     search = ScriptedSearch({0: [0.010, 0.030, 0.030], 1: [0.011, 0.011], **stale})
     steps = search.steps(lambda: None)
     assert [next(steps).block for _ in range(2)] == [1, 0]
+
+
+def test_a_trial_that_clearly_loses_more_is_given_up():
+    search = ScriptedSearch({0: [], 1: []})
+    search.losses, search.loss, search.targets_of_loss = [10.0, 11.0, 12.0, 13.0], 0.46, 100
+    best = SimpleNamespace(losses=[10.1, 11.2, 12.1, 13.2], saving=0.1, loss=0.466)
+
+    def lag(*added, saving=0.1, best=best):
+        losses = [now + more for now, more in zip(search.losses, added, strict=False)]
+        return search._lag(losses, saving, best)
+
+    # Twice or three times as much a batch: 4, 4 and 4 nats more per share, of 25 tokens each.
+    assert lag(0.5, 0.6, 0.5) == pytest.approx(4.0 / 25)
+    assert not lag(0.5, 0.6)  # too few to judge
+    assert not lag(0.5, 0.6, 0.5, saving=0.5)  # it saves five times as much
+    assert not lag(0.5, -0.2, 0.3)  # it may be chance
+    assert not lag(0.5, 0.6, math.nan)  # which is told when all have been run
+    gains = SimpleNamespace(losses=[9.9, 10.9, 11.9, 12.9], saving=0.1, loss=0.45)
+    assert not lag(0.5, 0.6, 0.5, best=gains)  # what gains is chosen by what it saves
+
+
+@torch.no_grad()
+def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
+    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
+    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.3,), "fp32")
+    trials = {index: search._try(index, 0.3) for index in search.blocks}
+    best, worst = trials[0], trials[2]
+    assert search.loss < best.loss < worst.loss
+    assert len(best.losses) == len(worst.losses) == 4
+    raced = search._try(2, 0.3, best)
+    assert len(raced.losses) == 3
+    assert raced.losses == worst.losses[:3]
+    assert search._rate(2, 0.3, raced.loss) > search._rate(0, 0.3, best.loss)
+    assert search._try(0, 0.3, worst).loss == best.loss
