@@ -134,7 +134,8 @@ def calibrate(
     2. The router is the ridge regression to the logarithm of what skipping costs, so that the tokens run whose errors
        hurt most. An error `e` of a hidden state costs `e^T E[g g^T] e`, where `g` is the loss gradient there in the
        dense model, see `modify.loss_metric`.
-    3. The predictor starts as the router, and its threshold at the quantile that meets the capacity.
+    3. The predictor is the logistic regression from `h`, normalised, to which tokens run, and its threshold the
+       quantile that meets the capacity.
 
     Gates are left as they are. A model of capacity 1.0 stays the dense model, bit for bit. Memory: a few hidden states
     of the text; a float32 matrix `[D, D]` per routed block; sums in float64 that do not grow with the text.
@@ -292,7 +293,7 @@ class _Calibration:
         hidden = self.routed.run_to(scores.all_input_nodes[0])
         metric = self.metrics.pop(index, None)
         fit = fit_block(self._bypass(index), router, hidden, targets, capacity, keep_first, metric)
-        fit_predictor(predictor, router)
+        fit_predictor(predictor, router, hidden, fit.chosen, fit.free)
         return BlockCalibration(
             index=index,
             capacity=capacity,

@@ -19,7 +19,8 @@ from modify.ops.modules import Bypass, Predictor, Router
 
 # In units of a feature's variance; a tenth or ten times as much changes little.
 _RIDGE = 1e-2
-_PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score
+_PREDICTOR_SCALE = 4.0  # logits per standard deviation of the score, before the fit
+_NEWTON_STEPS = 4
 _LINEAR_FROM = 20.0
 
 
@@ -29,11 +30,13 @@ class BlockFit:
 
     Attributes:
         chosen: bool masks `[B, S]` per batch: which tokens run.
-        skips: likewise, which tokens skip the block; tokens that always run are in neither.
+        free: likewise, which tokens may skip the block.
+        skips: likewise, which do.
         skipped: `[B, S, D]` per batch, what tokens get that skip the block.
     """
 
     chosen: list[Tensor]
+    free: list[Tensor]
     skips: list[Tensor]
     skipped: list[Tensor]
 
@@ -59,14 +62,14 @@ def fit_block(
         fit_bypass(bypass, hidden, targets, free)
     skipped = hidden if bypass is None else [bypass(h) for h in hidden]
     if not capacity or router is None:
-        return BlockFit(chosen=[~token for token in free], skips=free, skipped=skipped)
+        return BlockFit(chosen=[~token for token in free], free=free, skips=free, skipped=skipped)
     fit_router(router, hidden, skipped, targets, free, capacity, keep_first, metric)
     chosen = [membership(router(h), capacity, keep_first) for h in hidden]
     skips = [~ran & token for ran, token in zip(chosen, free, strict=True)]
     if bypass is not None and any(bool(mask.any()) for mask in skips):
         fit_bypass(bypass, hidden, targets, skips)
         skipped = [bypass(h) for h in hidden]
-    return BlockFit(chosen=chosen, skips=skips, skipped=skipped)
+    return BlockFit(chosen=chosen, free=free, skips=skips, skipped=skipped)
 
 
 def fit_bypass(bypass: Bypass, hidden: list[Tensor], targets: list[Tensor], tokens: list[Tensor]) -> None:
@@ -122,14 +125,35 @@ def fit_router(
     router.bias.sub_(middle(torch.cat(scores), torch.cat(chosen)))
 
 
-def fit_predictor(predictor: nn.Module, router: nn.Module) -> None:
-    """Let a network predictor say what a fitted router says; others are left as they are."""
+def fit_predictor(
+    predictor: nn.Module, router: nn.Module, hidden: list[Tensor], chosen: list[Tensor], tokens: list[Tensor]
+) -> None:
+    """Fit a network predictor to say which tokens run: logistic regression that starts from a fitted router's score.
+
+    A row's k-th largest score parts its tokens, and differs from row to row; what a hidden state tells about it, a
+    threshold on the scores alone would miss. Solved by Newton steps, each a ridge regression (iteratively reweighted
+    least squares). Other kinds of predictors are left as they are, and so are those of a random router.
+
+    Args:
+        chosen: bool masks `[B, S]` per batch: which tokens run.
+    """
     if not isinstance(predictor, Predictor) or not isinstance(router, Router):
         return
-    # For scores above -10 silu(z + 20) is z + 20 to 1e-3: one hidden unit is linear. The others start unheard.
+    weight, bias = _PREDICTOR_SCALE * router.weight.double(), _PREDICTOR_SCALE * router.bias.double()
+    for _ in range(_NEWTON_STEPS):
+        regression = RidgeRegression(weight.numel(), 1)
+        for h, ran, mask in zip(hidden, chosen, tokens, strict=True):
+            x = _normalised(h[mask].float())
+            logits = x @ weight.float() + bias.float()
+            probability = logits.sigmoid()
+            slope = (probability * (1 - probability)).clamp(min=1e-3)
+            regression.add(x, (logits + (ran[mask].float() - probability) / slope).unsqueeze(1), slope)
+        matrix, offset = regression.solve(_RIDGE)
+        weight, bias = matrix.squeeze(1).to(weight.device), offset.squeeze().to(bias.device)
+    # For x above -10 silu(x + 20) is x + 20 to 1e-3: one hidden unit is linear. The others start unheard.
     predictor.down.weight.zero_()
-    predictor.up.weight[0] = router.weight
-    predictor.up.bias[0] = router.bias + _LINEAR_FROM
+    predictor.up.weight[0] = weight / _PREDICTOR_SCALE
+    predictor.up.bias[0] = bias / _PREDICTOR_SCALE + _LINEAR_FROM
     predictor.down.weight[0, 0] = _PREDICTOR_SCALE
     predictor.down.bias.fill_(-_PREDICTOR_SCALE * _LINEAR_FROM)
 
