@@ -86,7 +86,7 @@ class DecodingState:
     def read(self, name: str) -> NDArray[Any] | None:
         """Return a copy of a state as it is now; None where the bundle has none of this name."""
         value = self._buffers[self._turn].get(name)
-        return None if value is None else value.numpy()
+        return None if value is None else np.array(value.numpy())  # which may be a view
 
     def _size_of_caches(self) -> int:
         values = self._buffers[0]
