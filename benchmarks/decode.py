@@ -9,8 +9,7 @@ onnxruntime-genai's builder has made of the same checkpoint takes turns as well:
     python -m onnxruntime_genai.models.builder -m SmolLM2-135M/ -o genai -p fp32 -e cpu
     OMP_WAIT_POLICY=PASSIVE python benchmarks/decode.py --work decode --genai genai
 
-`--skip-cost` adds two bundles: one whose tokens skip all routed blocks, and one without these blocks. What the former
-takes beyond the latter is the cost of skipping.
+`--skip-cost` also measures what a skipped block costs (`skip_cost.py`).
 
 Speed does not depend on the weights, so `--random` measures the same without the checkpoint.
 """
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import skip_cost
 import torch
 from prefill import smollm2
 from rich.console import Console
@@ -33,7 +33,6 @@ from rich.table import Table
 
 from modify.checkpoint import load_dense
 from modify.config import MoDConfig
-from modify.evaluation import predictor_threshold
 from modify.export import GenerationEngine, export_generation, load_engine
 from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
@@ -41,7 +40,6 @@ from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
 DENSE, ROUTED = "dense", "routed"
-SKIPPED, DROPPED = "all skipped", "dropped"
 console = Console(stderr=True)
 
 
@@ -57,26 +55,25 @@ class Arm:
 
 def export(options: argparse.Namespace) -> dict[str, Path]:
     """Write the bundles and the bytes of their weights, unless an earlier run has."""
-    names = [DENSE, ROUTED, *((SKIPPED, DROPPED) if options.skip_cost else ())]
-    bundles = {name: options.work / name.replace(" ", "-") for name in names}
+    bundles = {name: options.work / name for name in (DENSE, ROUTED)}
     facts = options.work / "bytes.json"
     missing = [name for name, path in bundles.items() if not (path / "manifest.json").exists()]
     if not missing and facts.exists():
         return bundles
     torch.manual_seed(0)
     layers = tuple(int(index) for index in options.layers.split(","))
-    config = MoDConfig(capacity=options.capacity, layers=layers, attend=options.attend)
+    config = MoDConfig(
+        capacity=options.capacity,
+        layers=layers,
+        attend=options.attend,
+        predictor_hidden=options.predictor_hidden,
+    )
     source = smollm2(options.random) if options.checkpoint is None else load_dense(options.checkpoint)
     model = MoDForCausalLM.from_dense(source.float(), config)
     facts.write_text(json.dumps(weight_bytes(model, layers)), encoding="utf-8")
     rows = torch.randint(model.config.vocab_size, (_CALIBRATION_ROWS, min(512, options.length)))
     calibrate_thresholds(model, rows)  # so that untrained predictors run the capacity as well
     for name in missing:
-        if name == SKIPPED:
-            for index in layers:
-                predictor_threshold(model, index).fill_(torch.finfo(torch.float32).max)
-        if name == DROPPED:
-            model = MoDForCausalLM.from_dense(source, dataclasses.replace(config, capacity=0.0))
         console.print(f"exporting {name}")
         export_generation(
             model,
@@ -177,13 +174,6 @@ def result_of(arm: Arm, dense: Arm, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def skip_cost(arms: Sequence[Arm]) -> float:
-    """What a routed block costs a token that skips it, relative to running it dense: median over rounds."""
-    rounds = {arm.name: arm.rounds for arm in arms}
-    times = zip(rounds[SKIPPED], rounds[DROPPED], rounds[DENSE], strict=True)
-    return statistics.median((skipped - without) / (dense - without) for skipped, without, dense in times)
-
-
 def show(results: list[dict[str, Any]]) -> Table:
     """One row an arm."""
     table = Table(
@@ -215,12 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--skip-cost",
         action="store_true",
-        help="also measure what a skipped block costs, by two more bundles: no token runs the routed blocks, and the "
-        "model does not have them",
+        help="also measure what a skipped block costs, by decode graphs that skip, run and lack the routed blocks",
     )
     parser.add_argument("--genai", type=Path, help="dense model that onnxruntime-genai's builder made")
     parser.add_argument("--layers", default=",".join(map(str, range(3, 28, 2))), help="blocks to route")
     parser.add_argument("--capacity", type=float, default=0.125)
+    parser.add_argument("--predictor-hidden", type=int, default=64, help="width of the predictors")
     parser.add_argument("--attend", choices=("selected", "all"), default="selected")
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a sequence")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per run of the prefill graph")
@@ -245,12 +235,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arms.append(of_genai(options.genai, prompt, options))
     measure(arms, options.rounds, options.new_tokens)
     results = [result_of(arm, arms[0], sizes) for arm in arms]
-    if options.json is not None:
-        found = {"arms": results} | ({"skip_cost": skip_cost(arms)} if options.skip_cost else {})
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found: dict[str, Any] = {"arms": results}
     Console().print(show(results))
     if options.skip_cost:
-        print(f"a skipped block costs {skip_cost(arms):.1%} of one that runs")
+        cost = skip_cost.measure(engines[ROUTED], options.rounds, options.new_tokens, options.threads)
+        found["skip_cost"] = dataclasses.asdict(cost) | {"share": cost.share}
+        print(
+            f"a skipped block costs {cost.share:.1%} of one that runs: {cost.skipped:.0f} of {cost.run:.0f} us, "
+            f"{cost.deciding:.0f} of them for deciding"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

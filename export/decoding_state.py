@@ -20,6 +20,10 @@ class DecodingState:
     A state that grows (a cache) is written in place: input and output are one buffer, and a graph that reads what was
     there before does so before it writes. The others are a few numbers, which two buffers hold in turns. Caches start
     with room for one chunk of tokens, and get more, zeros, when it is needed: a graph attends to all slots that it has.
+
+    Attributes:
+        seen: tokens so far, `[B]` int64.
+        allocated_bytes: the size of all caches.
     """
 
     def __init__(self, manifest: GenerationManifest, sessions: Mapping[str, Any], runtime: Any) -> None:
@@ -46,6 +50,7 @@ class DecodingState:
                 self._buffers[0][state.input] if state.grows is not None else self._on_device(zeros.copy())
             )
         self._tokens = CHUNK
+        self.allocated_bytes = self._size_of_caches()
 
     def run(
         self, graph: GraphSpec, input_ids: NDArray[np.int64], count: NDArray[np.int64]
@@ -81,11 +86,9 @@ class DecodingState:
     def read(self, name: str) -> NDArray[Any] | None:
         """Return a copy of a state as it is now; None where the bundle has none of this name."""
         value = self._buffers[self._turn].get(name)
-        return None if value is None else value.numpy()
+        return None if value is None else np.array(value.numpy())  # which may be a view
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The size of all caches."""
+    def _size_of_caches(self) -> int:
         values = self._buffers[0]
         return sum(
             values[s.input].tensor_size_in_bytes() for s in self.manifest.states if s.grows is not None
@@ -114,6 +117,7 @@ class DecodingState:
             grown[tuple(map(slice, old.shape()))] = old.numpy()
             self._buffers[0][state.input] = self._buffers[1][state.input] = self._on_device(grown)
         self._bindings.clear()
+        self.allocated_bytes = self._size_of_caches()
 
     def _bind(self, graph: GraphSpec) -> tuple[Any, Any, Any, Any]:
         manifest = self.manifest

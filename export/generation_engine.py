@@ -288,8 +288,8 @@ class _Meter:
     def __init__(self, manifest: GenerationManifest, state: DecodingState) -> None:
         self.state = state
         order = {routed.block: column for column, routed in enumerate(manifest.routed_blocks)}
-        # Of every cache: bytes per token, and the column of `ran` that says how many it holds; None for all tokens.
-        self.caches: list[tuple[int, int | None]] = []
+        # Bytes of keys and values: per token of the sequences, and per token that a routed block ran.
+        self.per_token, self.per_run = 0, np.zeros(len(order), np.int64)
         blocks = set()
         for spec in manifest.states:
             name, _, index = spec.input.partition("_")
@@ -298,22 +298,22 @@ class _Meter:
             block, slots = int(index), spec.shape[spec.grows]
             blocks.add(block)
             size = int(np.prod(spec.shape)) // (slots * manifest.batch) * np.dtype(spec.dtype).itemsize
-            self.caches.append((size, order[block] if spec.holds == "ran" else None))
+            if spec.holds == "ran":
+                self.per_run[order[block]] += size
+            else:
+                self.per_token += size
         self.meter = StepMeter(len(blocks), len(order))
 
     def step(self, seconds: float) -> StepStatistics:
         """Return what happened since the last call."""
         ran, overflow = self.state.read("ran"), self.state.read("overflow")
         seen = int(self.state.seen.sum())
-        held = 0
-        for size, column in self.caches:
-            held += size * (seen if column is None or ran is None else int(ran[:, column].sum()))
         return self.meter.step(
             seconds=seconds,
             seen=seen,
             ran=0 if ran is None else int(ran.sum()),
             overflow=0 if overflow is None else int(overflow.sum()),
-            cache_bytes=held,
+            cache_bytes=self.per_token * seen + (0 if ran is None else int((ran * self.per_run).sum())),
             allocated_bytes=self.state.allocated_bytes,
         )
 

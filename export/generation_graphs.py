@@ -10,7 +10,7 @@ from torch import fx
 
 from modify.export.onnx_export import export_graph
 from modify.flops import static_experts
-from modify.ops.chunk import select_in_chunk, select_rows, select_token, select_whole_chunk
+from modify.ops.chunk import select_in_chunk, select_rows, select_whole_chunk, takes_token
 from modify.passes.lower_to_chunk import CHUNK_STATES, ChunkState
 from modify.passes.runner import copy_graph
 
@@ -45,7 +45,7 @@ def routed_blocks_of(graph: fx.GraphModule) -> dict[int, fx.Node]:
     """Return, by block index and in the order of the graph's counts, what selects the tokens of each routed block."""
     found = {}
     for node in graph.graph.nodes:
-        if node.target in (select_in_chunk, select_rows, select_token, select_whole_chunk):
+        if node.target in (select_in_chunk, select_rows, select_whole_chunk, takes_token):
             found[node.meta["routes"]] = node
     return found
 
@@ -98,8 +98,10 @@ def _with_decisions(graph: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, tu
     for block, node in routed_blocks_of(observed).items():
         if node.target is select_whole_chunk:
             continue
-        with observed.graph.inserting_before(output):
-            took = observed.graph.call_function(getattr, (node, "took"))
+        took = node
+        if node.target is not takes_token:
+            with observed.graph.inserting_before(output):
+                took = observed.graph.call_function(getattr, (node, "took"))
         outputs += [node.args[1 if node.target is select_rows else 0], took]
         names[block] = (f"scores_{block}", f"took_{block}")
     output.args = (tuple(outputs),)

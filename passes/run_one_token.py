@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modify.ops.cached import running_rows
-from modify.ops.chunk import merge_token, select_in_chunk, select_token, select_whole_chunk
-from modify.ops.routing import gather_tokens, merge_tokens
+from modify.ops.chunk import (
+    bars_of_blocks,
+    merge_token,
+    overflow_of_blocks,
+    select_in_chunk,
+    select_whole_chunk,
+    takes_token,
+)
+from modify.ops.routing import chunk_limit, gather_tokens, merge_tokens
 from modify.passes.base import GraphPass, GraphPassResult, calls_of, dimension_symbols
 from modify.passes.branches import put_into_branches
 from modify.passes.builder import Builder
@@ -33,22 +41,22 @@ class RunOneToken(GraphPass):
 
     After, for one sequence::
 
-        token   = select_token(predicted, threshold, 0.125, 1.25, 1, positions, padding, in_chunk)
-        rows    = branches.keys_values_1(token.took, h1, ..)              # computes kv, or is skipped
-        keys    = write_slots(keys_1, rows[0], slots_1)                   # never in a branch, so never copied
-        h2      = branches.rest_1(token.took, h1, keys, values, ..)       # router, gate and the rest; or the bypass
+        bars    = bars_of_blocks(in_chunk, [0], [threshold], [40], [1], positions, padding)
+        took    = takes_token(predicted, bars, 0)
+        h2, keys, values = branches.1(took, h1, keys_1, values_1, ..)     # all of the above; or the bypass
 
     and for several::
 
         update  = model.layers.1(h1, .., part='rest', shared=(keys, values, kv[2]))
-        h2      = merge_token(token.took, h1, running_rows(h1, update, gate))
+        h2      = merge_token(took, h1, running_rows(h1, update, gate))
 
-    1. One sequence: two branches are one `RunIf` each, with keys and values written between them. What a token that
-       skips the block would leave behind, zeros, goes into a free slot, which the next token takes.
-    2. One sequence, and selected tokens attend to all: keys and values are computed for every token, and one branch
-       remains.
-    3. Several sequences: every one runs every block, and where the token skips it the result is discarded.
-    4. A block of capacity 1 runs always.
+    1. What decides is prepared for all blocks at once, so that a block's decision is one comparison.
+    2. One sequence: the block, with the writing of its keys and values, is a branch of a `RunIf`. A token that skips it
+       leaves the cache as it is.
+    3. One sequence, and selected tokens attend to all: keys and values are computed and written for every token,
+       outside of the branch.
+    4. Several sequences: every one runs every block, and where the token skips it the result is discarded.
+    5. A block of capacity 1 runs always.
 
     Args:
         batch: number of sequences.
@@ -73,6 +81,7 @@ class RunOneToken(GraphPass):
             return GraphPassResult(graph_module, False)
         if not is_frozen:
             freeze_one_token(graph, self.batch)
+        took = self._decide(graph_module, [s for s in selections if s.target is select_in_chunk])
         for selection in selections:
             index = selection.meta["routes"]
             merge = _merge_of(selection)
@@ -82,28 +91,50 @@ class RunOneToken(GraphPass):
                 graph.erase_node(user)
             skipped, _, inner, update, gate, *_ = merge.args
             build = Builder(graph_module, merge, self.name)
-            rows = build.function(running_rows, inner, update, gate, name=f"ran_rows_{index}")
-            if selection.target is select_whole_chunk:
-                result = rows
-            else:
-                took = self._decide(graph_module, selection)
-                result = build.function(merge_token, took, skipped, rows, name=f"merged_{index}")
+            rows = result = build.function(running_rows, inner, update, gate, name=f"ran_rows_{index}")
+            if selection in took:
+                result = build.function(merge_token, took[selection], skipped, rows, name=f"merged_{index}")
             merge.replace_all_uses_with(result)
             graph.erase_node(merge)
-            if self.batch == 1 and selection.target is not select_whole_chunk:
-                put_into_branches(graph_module, index, took, result, self.name)
+            if selection not in took:
+                continue
+            graph.erase_node(selection)
+            if self.batch == 1:
+                put_into_branches(graph_module, index, took[selection], result, self.name)
         return GraphPassResult(graph_module, True)
 
-    def _decide(self, graph_module: fx.GraphModule, selection: fx.Node) -> fx.Node:
-        """Replace the selection, and return whether each token runs: `[B, 1]` bool."""
-        build = Builder(graph_module, selection, self.name)
-        decision = build.function(select_token, *selection.args, name=f"token_{selection.meta['routes']}")
-        decision.meta |= {key: selection.meta[key] for key in ("routes", "most_tokens")}
-        took = build.function(getattr, decision, "took", name=f"took_{selection.meta['routes']}")
-        selection.replace_all_uses_with(decision, delete_user_cb=lambda user: user.target is not merge_tokens)
-        for merge in list(selection.users):  # about to vanish
-            merge.update_arg(1, None)
-        graph_module.graph.erase_node(selection)
+    def _decide(self, graph_module: fx.GraphModule, selections: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Insert the decisions, and return each selection's, `[B, 1]` bool; what it counts is read off them."""
+        graph = graph_module.graph
+        if not selections:
+            return {}
+        logits, thresholds, capacities, slacks, keep_first, (positions, *_), (padding, *_), ran = map(
+            list, zip(*(selection.args for selection in selections), strict=True)
+        )
+        in_chunk, numbers = ran[0].args[0], [node.args[1] for node in ran]
+        for threshold in thresholds:
+            selections[0].prepend(threshold)
+        limits = [chunk_limit(*pair) for pair in zip(capacities, slacks, strict=True)]
+        bars = Builder(graph_module, selections[0], self.name).function(
+            bars_of_blocks, in_chunk, numbers, thresholds, limits, keep_first, positions, padding, name="bars"
+        )
+        took = {}
+        for number, selection in enumerate(selections):
+            build = Builder(graph_module, selection, self.name)
+            took[selection] = build.function(
+                takes_token, selection.args[0], bars, number, name=f"took_{selection.meta['routes']}"
+            )
+            took[selection].meta |= {key: selection.meta[key] for key in ("routes", "most_tokens")}
+        counts = [node for node in calls_of(graph, getattr) if node.args[0] in took]
+        build = Builder(graph_module, counts[0], self.name)
+        overflows = build.function(overflow_of_blocks, bars, logits, name="overflows")
+        overflow = {
+            selection: build.function(operator.getitem, overflows, number, name=f"overflow_of_{number}")
+            for number, selection in enumerate(selections)
+        }
+        for node in counts:
+            node.replace_all_uses_with((took if node.args[1] == "ran" else overflow)[node.args[0]])
+            graph.erase_node(node)
         return took
 
 

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import decode
+import numpy as np
+import onnx_ir
+import onnxruntime
 import pytest
+import skip_cost
 from checkpoints import write_llama
+from transformers import AutoModelForCausalLM
+
+import modify
+from modify.export import export_generation, load_engine
+from modify.export.decoding_state import DecodingState
+from modify.export.sessions import create_session
 
 
 def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
@@ -44,12 +54,52 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
     )
     assert (tmp_path / "work" / "routed" / "manifest.json").stat().st_mtime_ns == written  # not exported anew
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    *_, skipped, dropped = found["arms"]
-    assert (skipped["routed_blocks_run"], dropped["routed_blocks_run"]) == (0.0, None)
-    assert f"a skipped block costs {found['skip_cost']:.1%}" in capsys.readouterr().out
+    cost = found["skip_cost"]
+    assert cost["tokens"] == 2 * (6 - 2)
+    assert f"a skipped block costs {cost['share']:.1%} of one that runs" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "work" / "routed").glob("*.onnx")} == {
+        "prefill.onnx",
+        "decode.onnx",
+    }
 
 
-def test_the_cost_of_skipping_is_what_goes_beyond_the_model_without_the_blocks() -> None:
-    rounds = {"dense": [10.0, 20.0], "routed": [7.0, 9.0], "all skipped": [5.5, 9.0], "dropped": [5.0, 8.0]}
-    arms = [decode.Arm(name, lambda: iter(()), rounds=times) for name, times in rounds.items()]
-    assert decode.skip_cost(arms) == pytest.approx((0.5 / 5 + 1 / 12) / 2)
+def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
+    """Tokens skip every routed block or run them all; without them, the graph is that of what is left."""
+    folder = tmp_path / "bundle"
+    dense = AutoModelForCausalLM.from_pretrained(write_llama(tmp_path / "dense"))
+    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=0.5)).eval()
+    export_generation(model, folder, length=32, chunk=32)
+    engine = load_engine(folder, threads=1)
+    ran, logits = {}, {}
+    for kind in skip_cost.VARIANTS:
+        graph = onnx_ir.load(folder / "decode.onnx")
+        manifest = skip_cost.variant(graph, engine.manifest, kind)
+        onnx_ir.save(graph, folder / f"{kind}.onnx")
+        session = create_session(folder / f"{kind}.onnx")
+        state = DecodingState(manifest, {"decode.onnx": session}, onnxruntime)
+        spec = next(graph for graph in manifest.graphs if graph.chunk == 1)
+        for token in range(4):
+            logits[kind] = state.run(spec, np.array([[token]]), np.array([1])).copy()
+        ran[kind] = state.read("ran")
+        operators = {node.op_type for node in graph.graph}
+        assert ("If" in operators) == (kind in (skip_cost.SKIPPED, skip_cost.RUN))
+    assert ran[skip_cost.SKIPPED].tolist() == [[0, 0]]
+    assert ran[skip_cost.RUN].tolist() == [[4, 4]]
+    assert ran[skip_cost.DECIDED] is not None
+    assert ran[skip_cost.WITHOUT] is None
+    for kind in (skip_cost.SKIPPED, skip_cost.DECIDED):
+        np.testing.assert_allclose(logits[kind], logits[skip_cost.WITHOUT], rtol=0, atol=1e-6)
+    assert np.abs(logits[skip_cost.RUN] - logits[skip_cost.WITHOUT]).max() > 1e-3
+
+
+def test_the_cost_of_skipping_is_what_goes_beyond_the_graph_without_the_blocks() -> None:
+    times = {
+        "skipped": [5.5, 9.0, 7.0],
+        "run": [10.0, 20.0, 11.0],
+        "decided": [5.2, 8.4, 6.3],
+        "without": [5.0, 8.0, 6.0],
+    }
+    cost = skip_cost.summary(times, 2)
+    assert cost.tokens == 3
+    assert (cost.skipped, cost.run, cost.deciding) == pytest.approx((0.5e6, 2.5e6, 0.15e6))
+    assert cost.share == pytest.approx(0.2)

@@ -66,7 +66,7 @@ def test_logits_are_those_without_a_cache(name, attend):
 @torch.no_grad()
 def test_a_skipped_block_does_not_run(attend):
     graph, ids, ran = decode_graph("llama", attend, 1), token_ids(1, 30), []
-    rest = graph.branches.rest_1.run
+    rest = graph.branches.get_submodule("1").run
     handle = rest.register_forward_pre_hook(lambda *_: ran.append(1))
     try:
         _, states = run_chunks(graph, ids, range(1, 31), 1)
@@ -77,20 +77,33 @@ def test_a_skipped_block_does_not_run(attend):
 
 
 @pytest.mark.parametrize("attend", ATTEND)
-def test_no_cache_passes_through_a_branch(attend):
-    """It would be copied: caches are written outside, and branches return one token's values."""
+def test_caches_of_selected_tokens_are_written_in_the_branch(attend):
+    """And those of all tokens outside of it."""
     graph = decode_graph("llama", attend, 1)
-    names = {f"{state.name}_next" for state in graph.meta[CHUNK_STATES] if state.grows}
-    written = calls_of(graph.graph, write_slots)
-    assert {node.name for node in written} == names
-    returned = graph.graph.output_node().args[0]
-    assert set(written) <= set(returned)
-    for node in graph.graph.nodes:
-        if str(node.target).startswith("branches."):
-            values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
-            assert all(value.numel() <= 4 * 8 for value in values)
-    has_two = {"keys_values_1", "rest_1"} <= {name for name, _ in graph.branches.named_children()}
-    assert has_two == (attend == "selected")
+    written = {node.args[0].target for node in calls_of(graph.graph, write_slots)}
+    inside = {f"{kind}_{index}" for kind in ("keys", "values") for index in (1, 3)}
+    assert written == {state.name for state in graph.meta[CHUNK_STATES] if state.grows} - (
+        inside if attend == "selected" else set()
+    )
+    for index in (1, 3):
+        writes = calls_of(graph.get_submodule(f"branches.{index}.run").graph, write_slots)
+        assert len(writes) == (2 if attend == "selected" else 0)
+
+
+@torch.no_grad()
+def test_a_token_that_skips_a_block_leaves_its_cache_as_it_was():
+    graph, ids = decode_graph("llama", "selected", 1), token_ids(1, 30)
+    states = {state.name: state.zeros(1) for state in graph.meta[CHUNK_STATES]}
+    skips = 0
+    for position in range(30):
+        _, *new = graph(ids[:, position : position + 1], torch.ones(1, dtype=torch.int64), *states.values())
+        before, states = states, dict(zip(states, new, strict=True))
+        for column, index in enumerate((1, 3)):
+            skipped = torch.equal(states["ran"][:, column], before["ran"][:, column])
+            skips += skipped
+            for name in (f"keys_{index}", f"values_{index}"):
+                assert torch.equal(states[name], before[name]) == skipped
+    assert 0 < skips < 60
 
 
 def test_sequences_without_a_token_stay_as_they_are():

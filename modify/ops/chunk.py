@@ -193,34 +193,72 @@ def of_block(counts: Tensor, number: int) -> Tensor:
     return counts[:, number : number + 1]
 
 
-class TokenSelection(NamedTuple):
-    """Which sequences' one new token a routed block runs.
+class Bars(NamedTuple):
+    """What predictors' logits of one new token per sequence have to exceed, for `n` routed blocks at once.
 
     Attributes:
-        took: `[B, 1]` bool.
-        ran: the same.
-        overflow: `[B, 1]` bool, whether the predictor selected it beyond its limit.
+        wanted: `[B, n]` float32; a greater logit selects the token.
+        full: `[B, n]` bool, whether a real token finds the predictor's limit reached.
+        each: by block, `[B, 1]` float32; a greater logit lets the token run.
     """
 
-    took: Tensor
-    ran: Tensor
-    overflow: Tensor
+    wanted: Tensor
+    full: Tensor
+    each: tuple[Tensor, ...]
 
 
-def select_token(
-    logits: Tensor,
-    threshold: Tensor,
-    capacity: float,
-    slack: float,
-    keep_first: int,
+def bars_of_blocks(
+    in_chunk: Tensor,
+    numbers: Sequence[int],
+    thresholds: Sequence[Tensor],
+    limits: Sequence[int],
+    keep_first: Sequence[int],
     positions: Tensor,
     padding: Tensor,
-    in_chunk: Tensor,
-) -> TokenSelection:
-    """`select_in_chunk` for a chunk of one token."""
-    wanted = _wanted(logits, threshold, keep_first, positions, padding)
-    took = wanted & (in_chunk < chunk_limit(capacity, slack))
-    return TokenSelection(took, took, wanted ^ took)
+) -> Bars:
+    """Prepare the decisions of several blocks on one new token, so that each is a single comparison.
+
+    Args:
+        in_chunk: `[B, R]`, how many tokens of the predictor chunk each routed block ran already.
+        numbers: the columns of the blocks in it.
+        thresholds: scalars, one per block.
+        limits: how many tokens of a predictor chunk each may run.
+        keep_first: how many of the first tokens each runs always.
+        positions: `[B, 1]`, from `chunk_positions`.
+        padding: `[B, 1]`, from `chunk_padding`.
+    """
+    device, largest = in_chunk.device, torch.finfo(torch.float32).max
+    if list(numbers) != list(range(in_chunk.shape[1])):
+        in_chunk = in_chunk.index_select(1, torch.tensor(numbers, device=device))
+    is_first = positions < torch.tensor(keep_first, device=device)
+    wanted = torch.where(is_first, -largest, torch.stack(list(thresholds)).float())
+    has_room = in_chunk < torch.tensor(limits, device=device)
+    real = padding != 0
+    bars = torch.where(has_room & real, wanted, largest)
+    return Bars(wanted, ~has_room & real, bars.split(1, dim=1))
+
+
+def takes_token(logits: Tensor, bars: Bars, number: int) -> Tensor:
+    """Return whether a block runs each sequence's new token: `[B, 1]` bool.
+
+    The same as `select_in_chunk` for a chunk of one token.
+
+    Args:
+        logits: `[B, 1]`, of the block's predictor.
+        bars: of several blocks.
+        number: which of them.
+    """
+    return logits.float() > bars.each[number]
+
+
+def overflow_of_blocks(bars: Bars, logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return, by block, whether its predictor selected each sequence's new token beyond its limit: `[B, 1]` bool.
+
+    Args:
+        bars: of the blocks.
+        logits: `[B, 1]` each, of their predictors.
+    """
+    return (bars.full & (torch.cat(list(logits), dim=1).float() > bars.wanted)).split(1, dim=1)
 
 
 def merge_token(took: Tensor, skipped: Tensor, rows: Tensor) -> Tensor:
@@ -234,7 +272,7 @@ class RowSelection(NamedTuple):
     Attributes:
         rows: `[n]` int64, distinct sequences in ascending order; some may be there to fill up.
         valid: `[n]` bool, False for a fill-up sequence, whose result is discarded.
-        took: `[B, 1]` bool, see `TokenSelection`.
+        took: `[B, 1]` bool, which sequences' tokens run.
         ran: the same.
         overflow: `[B, 1]` bool, whether the token was to run, and found no room in its predictor's limit or in `n`.
     """
@@ -262,14 +300,14 @@ def select_rows(
     padding: Tensor,
     in_chunk: Tensor,
 ) -> RowSelection:
-    """`select_token` for at most `limit` sequences: those of the highest predictor logits."""
-    token = select_token(logits, threshold, capacity, slack, keep_first, positions, padding, in_chunk)
-    wanted = token.took.squeeze(1)
-    best = torch.where(wanted, logits.float().squeeze(1), torch.finfo(torch.float32).min).topk(limit).indices
+    """`select_in_chunk` for a chunk of one token and at most `limit` sequences: those of the highest logits."""
+    wanted = _wanted(logits, threshold, keep_first, positions, padding)
+    allowed = (wanted & (in_chunk < chunk_limit(capacity, slack))).squeeze(1)
+    best = torch.where(allowed, logits.float().squeeze(1), torch.finfo(torch.float32).min).topk(limit).indices
     rows = best.topk(limit, largest=False).values  # in order
-    valid = wanted.index_select(0, rows)
-    took = torch.zeros_like(wanted).index_put((rows,), valid).unsqueeze(1)
-    return RowSelection(rows, valid, took, took, token.overflow | (token.took & ~took))
+    valid = allowed.index_select(0, rows)
+    took = torch.zeros_like(allowed).index_put((rows,), valid).unsqueeze(1)
+    return RowSelection(rows, valid, took, took, wanted ^ took)
 
 
 def take_rows(x: Tensor, selection: RowSelection) -> Tensor:

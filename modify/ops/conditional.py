@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,21 +20,6 @@ class RunIf(nn.Module):
         if torch.compiler.is_exporting():
             return torch.cond(predicate, self.run, self.skip, inputs)
         return (self.run if bool(predicate) else self.skip)(*inputs)
-
-
-class NoRows(nn.Module):
-    """Returns zeros in place of what a block computes of a token that it does not run; nobody reads them."""
-
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
-        super().__init__()
-        self.shapes, self.dtypes = tuple(map(tuple, shapes)), tuple(dtypes)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Take what the block would take; its device alone matters."""
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=inputs[0].device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
 
 
 def fresh(x: Tensor) -> Tensor:
