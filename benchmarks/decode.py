@@ -241,8 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cost = skip_cost.measure(engines[ROUTED], options.rounds, options.new_tokens, options.threads)
         found["skip_cost"] = dataclasses.asdict(cost) | {"share": cost.share}
         print(
-            f"a skipped block costs {cost.share:.1%} of one that runs: {cost.skipped:.0f} of {cost.run:.0f} us, "
-            f"{cost.deciding:.0f} of them for deciding"
+            f"a skipped block costs {cost.share:.1%} of one that runs: {cost.skipped:.0f} of {cost.run:.0f} us "
+            f"(standard error {cost.error:.0f}), {cost.deciding:.0f} of them for deciding"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -2,8 +2,8 @@
 
 In one, tokens skip all routed blocks; in another, they run them all; in a third, these blocks, their predictors and
 their caches are not there; in the last, only the predictors are, which tells deciding from branching. All read their
-weights from the same pages of the bundle's file: copies that lie elsewhere in memory are faster or slower by more than
-what is measured here.
+weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data happen
+to lie in memory makes a session faster or slower by more than what is measured here.
 """
 
 from __future__ import annotations
@@ -24,23 +24,28 @@ from modify.export.bundle import GenerationManifest
 from modify.export.decoding_state import DecodingState
 from modify.export.sessions import create_session
 
+_SESSIONS = 4  # of each variant
 SKIPPED, RUN, DECIDED, WITHOUT = VARIANTS = ("skipped", "run", "decided", "without")
 
 
 @dataclasses.dataclass(frozen=True)
 class SkipCost:
-    """What a variant takes beyond the one without the blocks, per block: medians over tokens, in microseconds.
+    """What a variant takes beyond the one without the blocks, per block, in microseconds.
+
+    Means over the sessions of their medians over tokens.
 
     Attributes:
         skipped: a block that is skipped.
         run: one that is run.
         deciding: the predictor and the counts alone.
-        tokens: how many tokens were timed.
+        error: standard error of `skipped`.
+        tokens: how many tokens were timed, in every session.
     """
 
     skipped: float
     run: float
     deciding: float
+    error: float
     tokens: int
 
     @property
@@ -88,37 +93,46 @@ def measure(engine: GenerationEngine, rounds: int, new_tokens: int, threads: int
         threads: within an operator.
     """
     graph = next(graph for graph in engine.manifest.graphs if graph.role == "decode")
-    sessions: dict[str, tuple[GenerationManifest, Any]] = {}
-    for kind in VARIANTS:
+    random = np.random.default_rng(0)
+    sessions: list[tuple[str, GenerationManifest, Any]] = []
+    for kind in random.permutation(VARIANTS * _SESSIONS).tolist():
         model = onnx_ir.load(engine.folder / graph.file)
         manifest = variant(model, engine.manifest, kind)
         path = engine.folder / f"{kind}.onnx"
         onnx_ir.save(model, path)
-        sessions[kind] = manifest, create_session(path, threads=threads, prepack=False)
+        sessions.append((kind, manifest, create_session(path, threads=threads, prepack=False)))
         path.unlink()
-    order = np.random.default_rng(0)
-    times: dict[str, list[float]] = {kind: [] for kind in VARIANTS}
+    times: list[list[float]] = [[] for _ in sessions]
     for _ in range(rounds):
-        states = {
-            kind: DecodingState(manifest, {graph.file: session}, onnxruntime)
-            for kind, (manifest, session) in sessions.items()
-        }
-        slots = [states[RUN].read(f"keys_{routed.block}") for routed in engine.manifest.routed_blocks]
+        states = [
+            DecodingState(manifest, {graph.file: session}, onnxruntime) for _, manifest, session in sessions
+        ]
+        running = next(state for state, (kind, *_) in zip(states, sessions, strict=True) if kind == RUN)
+        slots = [running.read(f"keys_{routed.block}") for routed in engine.manifest.routed_blocks]
         steps = min([new_tokens, *(held.shape[2] - 1 for held in slots if held is not None)])
         for step in range(steps):
-            for kind in order.permutation(VARIANTS):
+            for number in random.permutation(len(sessions)):
                 begun = time.perf_counter()
-                states[kind].run(graph, np.array([[step]]), np.array([1]))
+                states[number].run(graph, np.array([[step]]), np.array([1]))
                 if step > 1:  # the first two bind inputs and outputs
-                    times[kind].append(time.perf_counter() - begun)
-    return summary(times, len(engine.manifest.routed_blocks))
+                    times[number].append(time.perf_counter() - begun)
+    by_kind = {
+        kind: [spent for (other, *_), spent in zip(sessions, times, strict=True) if other == kind]
+        for kind in VARIANTS
+    }
+    return summary(by_kind, len(engine.manifest.routed_blocks))
 
 
-def summary(times: Mapping[str, Sequence[float]], blocks: int) -> SkipCost:
-    """What the variants' times, in seconds token by token, say of a model with so many routed blocks."""
-    reference = times[WITHOUT]
-    skipped, run, deciding = (
-        statistics.median(t - r for t, r in zip(times[kind], reference, strict=True)) / blocks * 1e6
-        for kind in (SKIPPED, RUN, DECIDED)
+def summary(times: Mapping[str, Sequence[Sequence[float]]], blocks: int) -> SkipCost:
+    """What times in seconds, by variant, session and token, say of a model with so many routed blocks."""
+    medians = {
+        kind: [statistics.median(spent) / blocks * 1e6 for spent in of_sessions]
+        for kind, of_sessions in times.items()
+    }
+    means = {kind: statistics.mean(values) for kind, values in medians.items()}
+    variance = sum(statistics.variance(medians[kind]) / len(medians[kind]) for kind in (SKIPPED, WITHOUT))
+    return SkipCost(
+        *(means[kind] - means[WITHOUT] for kind in (SKIPPED, RUN, DECIDED)),
+        variance**0.5,
+        len(times[WITHOUT][0]),
     )
-    return SkipCost(skipped, run, deciding, len(reference))

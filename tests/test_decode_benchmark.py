@@ -94,12 +94,13 @@ def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
 
 def test_the_cost_of_skipping_is_what_goes_beyond_the_graph_without_the_blocks() -> None:
     times = {
-        "skipped": [5.5, 9.0, 7.0],
-        "run": [10.0, 20.0, 11.0],
-        "decided": [5.2, 8.4, 6.3],
-        "without": [5.0, 8.0, 6.0],
+        "skipped": [[7.0, 5.0, 7.0], [8.0, 9.0, 8.0]],
+        "run": [[10.0, 20.0, 11.0], [11.0, 11.0, 11.0]],
+        "decided": [[6.5, 6.5, 6.4], [6.5, 6.5, 6.6]],
+        "without": [[5.0, 8.0, 6.0], [6.0, 6.0, 6.0]],
     }
     cost = skip_cost.summary(times, 2)
     assert cost.tokens == 3
-    assert (cost.skipped, cost.run, cost.deciding) == pytest.approx((0.5e6, 2.5e6, 0.15e6))
-    assert cost.share == pytest.approx(0.2)
+    assert (cost.skipped, cost.run, cost.deciding) == pytest.approx((0.75e6, 2.5e6, 0.25e6))
+    assert cost.error == pytest.approx(0.25e6)
+    assert cost.share == pytest.approx(0.3)
