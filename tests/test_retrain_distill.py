@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import copy
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def test_truncation_bounds_the_divergence_from_below_and_ends_at_it() -> None:
         distillation_loss_sum(student, make_target(teacher, n, 2.0), counted, 2.0).item()
         for n in (1, 2, 4, 8, 9, 0)
     ]
-    assert losses == sorted(losses)
+    for fewer, more in itertools.pairwise(losses):
+        assert fewer <= more * (1 + 1e-6)  # of sums in float32
     assert losses[0] > 0
     # With one token in the rest class, that class is the token.
     assert losses[3:] == pytest.approx([losses[-1]] * 3, rel=1e-5)
