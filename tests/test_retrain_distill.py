@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
