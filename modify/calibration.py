@@ -1,4 +1,4 @@
-"""Calibration: what a conversion added is fitted in closed form, so that the model stays close to the dense one."""
+"""Calibration: what a conversion added is fitted by least squares, so that the model stays close to the dense one."""
 
 from __future__ import annotations
 

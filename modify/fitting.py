@@ -1,4 +1,4 @@
-"""Closed-form fits of the modules that a conversion adds, from hidden states in the routed and in the dense model.
+"""Least-squares fits of the modules that a conversion adds, from hidden states in the routed and in the dense model.
 
 Hidden states come as one tensor `[B, S, D]` per batch: `hidden` enters the routed block, `targets` leave it in the
 dense model. `tokens` are bool masks `[B, S]` per batch: which tokens a fit looks at.
