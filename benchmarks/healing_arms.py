@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from modify.config import AttendKind, BypassKind, GateKind, Precision, RoutingKind
+from modify.config import AttendKind, BypassKind, GateKind, Precision, PredictorKind, RoutingKind
 from modify.errors import ConfigError
 from modify.retrain_config import RetrainConfig, Train
 from modify.selection import LADDER, check_target
@@ -32,6 +32,7 @@ class Conversion:
     bypass: BypassKind = "identity"
     gate: GateKind = "tanh"
     routing: RoutingKind = "learned"
+    predictor: PredictorKind = "mlp"
     calibrated: bool = True
     zero_start: bool = False
 
@@ -56,6 +57,7 @@ class Arm:
 CONVERSIONS = {
     "ours": Conversion(blocks="sensitivity", attend="all", bypass="linear"),
     "random": Conversion(blocks="sensitivity", attend="all", bypass="linear", routing="random"),
+    "aux": Conversion(blocks="sensitivity", attend="all", bypass="linear", predictor="aux"),
     "shallower": Conversion(blocks="dropped", bypass="linear"),
     "shallower-identity": Conversion(blocks="dropped"),
     "paper": Conversion(blocks="interleaved", gate="linear", calibrated=False),
@@ -71,6 +73,7 @@ ARMS = {
     "shallower": Arm(title="shallower, linear bypass", conversion="shallower"),
     "shallower-identity": Arm(title="shallower, identity bypass", conversion="shallower-identity"),
     "random": Arm(title="ours, random routing", conversion="random"),
+    "aux": Arm(title="ours, the router's score decides", conversion="aux"),
     "paper": Arm(title="paper's recipe", conversion="paper", distills=False),
     "zero-gate": Arm(title="zero-start gate (p-MoD)", conversion="zero-gate", distills=False),
     "routers": Arm(title="ours, routers only", conversion="ours", train="routers"),

@@ -157,6 +157,7 @@ class Planner:
             bypass=conversion.bypass,
             gate=conversion.gate,
             routing=conversion.routing,
+            predictor=conversion.predictor,
             bypass_rank=self.config.bypass_rank,
             predictor_hidden=self.config.predictor_hidden,
             predictor_slack=self.config.predictor_slack,

@@ -195,9 +195,18 @@ def _only(by_routing: Row) -> Row:
 
 
 def _colour(arm: str) -> str:
-    order = ("dense", "ours", "shallower", "shallower-identity", "random", "paper", "zero-gate", "routers")
-    names = ("black", "tab:blue", "tab:red", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
-    return dict(zip(order, names, strict=True))[arm]
+    colours = {
+        "dense": "black",
+        "ours": "tab:blue",
+        "shallower": "tab:red",
+        "shallower-identity": "tab:orange",
+        "random": "tab:green",
+        "aux": "tab:pink",
+        "paper": "tab:purple",
+        "zero-gate": "tab:brown",
+        "routers": "tab:cyan",
+    }
+    return colours[arm]
 
 
 def _figure(panels: int) -> Any:

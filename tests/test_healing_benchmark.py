@@ -223,8 +223,8 @@ def test_stopped_retraining_resumes(
 
 
 def test_arms_that_differ_in_kind(files: list[str], out: Path, tmp_path: Path) -> None:
-    """Random routers, fixed gates, nothing that can be trained first, nothing else that moves."""
-    arms = ["random", "zero-gate", "shallower-identity", "routers"]
+    """Random routers, no predictors, fixed gates, nothing that can be trained first, nothing else that moves."""
+    arms = ["random", "aux", "zero-gate", "shallower-identity", "routers"]
     shutil.copytree(out, tmp_path / "out")
     settings = ["--keep", "--arms", ",".join(arms), "--ablation", "0", "--out", str(tmp_path / "out")]
     benchmark = prepared([*files, *settings])
@@ -235,6 +235,8 @@ def test_arms_that_differ_in_kind(files: list[str], out: Path, tmp_path: Path) -
     for name in arms:
         assert results[name]["flops_ratio"] == pytest.approx(ours["flops_ratio"], rel=0.02)
     assert results["random"]["mod_config"] == ours["mod_config"] | {"routing": "random"}
+    assert results["aux"]["mod_config"]["predictor"] == "aux"
+    assert results["aux"]["mod_config"]["layers"] == ours["mod_config"]["layers"]
     assert results["routers"]["mod_config"] == ours["mod_config"]
     planned = benchmark.planner.plan(CONVERSIONS["paper"], 0.8).to_dict()
     assert planned == results["zero-gate"]["mod_config"] | {"gate": "linear"}
