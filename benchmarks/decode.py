@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import skip_cost
 import torch
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from modify.checkpoint import load_dense
-from modify.config import MoDConfig
+from modify.config import MoDConfig, PredictorKind
 from modify.export import GenerationEngine, export_generation, load_engine
 from modify.modeling import MoDForCausalLM
 from modify.passes.base import block_calls
@@ -66,7 +66,7 @@ def export(options: argparse.Namespace) -> dict[str, Path]:
         capacity=options.capacity,
         layers=layers,
         attend=options.attend,
-        predictor_hidden=options.predictor_hidden,
+        predictor=options.predictor,
     )
     source = smollm2(options.random) if options.checkpoint is None else load_dense(options.checkpoint)
     model = MoDForCausalLM.from_dense(source.float(), config)
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--genai", type=Path, help="dense model that onnxruntime-genai's builder made")
     parser.add_argument("--layers", default=",".join(map(str, range(3, 28, 2))), help="blocks to route")
     parser.add_argument("--capacity", type=float, default=0.125)
-    parser.add_argument("--predictor-hidden", type=int, default=64, help="width of the predictors")
+    parser.add_argument("--predictor", choices=get_args(PredictorKind), default="linear")
     parser.add_argument("--attend", choices=("selected", "all"), default="selected")
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a sequence")
     parser.add_argument("--chunk", type=int, default=256, help="tokens per run of the prefill graph")

@@ -145,7 +145,9 @@ def convert(
     ] = "learned",
     predictor: Annotated[
         PredictorKind,
-        typer.Option(help="What decides at inference: a small network, or the router itself (aux)."),
+        typer.Option(
+            help="What decides at inference: a small network, a linear one, or the router itself (aux)."
+        ),
     ] = "mlp",
     predictor_hidden: Annotated[int, typer.Option(help="Width of the small network.")] = 64,
     predictor_slack: Annotated[

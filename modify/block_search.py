@@ -26,8 +26,9 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_TRIED_PER_STEP = 4  # candidates that were not measured lately
+_TRIED_PER_STEP = 2  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
+_BATCHES = 8  # that losses are measured on, at least, where there are as many rows
 _BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
 
 
@@ -54,9 +55,8 @@ class _Trial:
     """What lowering one block leads to.
 
     Attributes:
-        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was given up.
-        loss: mean cross-entropy, in nats per token; of a trial that was given up, what its lag behind the best one of
-            its step on those batches lets expect.
+        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was cut short.
+        loss: mean cross-entropy, in nats per token; of a trial that was cut short, what those batches let expect.
         saving: share of the dense model's operations.
         states: of the block's bypass and router, as fitted.
         hidden: by later block, its input in the batches that losses are measured on.
@@ -132,7 +132,8 @@ class BlockSearch:
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
         parts = rows[~measured], rows[measured]
-        fitted, others = (batches_of(part, batch_size, device) for part in parts)
+        fitted = batches_of(parts[0], batch_size, device)
+        others = batches_of(parts[1], max(1, min(batch_size, len(parts[1]) // _BATCHES)), device)
         self.batches, self.fitted = fitted + others, len(fitted)
         learned = self.blocks if model.mod_config.routing == "learned" else ()
         few = batches_of(parts[0][spread_indices(len(parts[0]), METRIC_ROWS)], batch_size, device)
@@ -158,12 +159,12 @@ class BlockSearch:
         ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
             if lower := self._lower_capacities(index):
-                loss = self._try(index, lower[0]).loss
+                loss = self._try(index, lower[0], most=_BATCHES_TO_JUDGE).loss
                 self.alone[index] = loss - self.loss
                 # Lower ones are not measured yet; they will hardly cost less.
                 pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
                 report()
-        measured = dict.fromkeys(pending, -1)  # at which step
+        measured = dict.fromkeys(pending, -math.inf)  # at which step, on all batches
         self.kept = _indispensable(self.alone)
         pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
         step = 0
@@ -264,10 +265,18 @@ class BlockSearch:
         for module, state in zip(self._fitted_modules(index), states, strict=True):
             module.load_state_dict(state)
 
-    def _try(self, index: int, capacity: float, best: _Trial | None = None) -> _Trial:
+    def _try(
+        self, index: int, capacity: float, best: _Trial | None = None, most: int | None = None
+    ) -> _Trial:
         """Lower one block further, see what that leads to, and leave everything as it was.
 
         A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
+
+        Args:
+            index: of the block.
+            capacity: what it is lowered to.
+            best: the best trial of the step.
+            most: how many batches to run it on; None for all.
         """
         before, states = self.state.get(index, 1.0), self._states(index)
         saving = self._saving(index, capacity)
@@ -276,7 +285,7 @@ class BlockSearch:
         losses: list[float] = []
         later: dict[int, list[Tensor]] = {}
         lag = 0.0
-        for batch in range(self.fitted, len(self.batches)):
+        for batch in range(self.fitted, len(self.batches))[:most]:
             hidden = self.hidden[index][batch]
             for block in self.blocks[self.blocks.index(index) :]:
                 if block != index:
@@ -288,7 +297,9 @@ class BlockSearch:
         if lag and best is not None:
             loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
         else:
-            loss = self._mean(losses, f"block {index} at capacity {capacity}")
+            added = sum(losses) - sum(self.losses[: len(losses)])
+            added *= len(self.losses) / len(losses)
+            loss = self._mean([sum(self.losses), added], f"block {index} at capacity {capacity}")
         fitted = self._states(index)
         self._set(index, before)
         self._load(index, states)

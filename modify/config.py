@@ -11,7 +11,7 @@ from modify.errors import ConfigError
 
 GateKind = Literal["tanh", "linear", "sigmoid"]
 RoutingKind = Literal["learned", "random"]
-PredictorKind = Literal["mlp", "aux"]
+PredictorKind = Literal["mlp", "linear", "aux"]
 BypassKind = Literal["identity", "linear"]
 AttendKind = Literal["selected", "all"]
 Precision = Literal["fp32", "bf16"]  # bf16: autocast, weights and sums stay in float32
@@ -45,7 +45,8 @@ class MoDConfig:
         keep_first: number of tokens at the start of every sequence that are always selected (attention sinks).
         routing: `learned`, or `random`: scores are Gaussian noise, the paper's stochastic control (section 4.1).
         predictor: what decides at inference, when the future is unknown (section 3.5): `mlp`, a small network on the
-            block's input with stopped gradient, or `aux`, the router itself trained with the same loss.
+            block's input with stopped gradient; `linear`, the same without a hidden layer, which decodes quickest;
+            or `aux`, the router itself trained with the same loss.
         predictor_hidden: width of the `mlp` predictor's hidden layer.
         predictor_slack: of every 256 consecutive tokens a predictor may select up to `ceil(predictor_slack * k)`, `k`
             for 256 tokens, so that shapes stay static; later tokens beyond that skip the block, and are counted.

@@ -128,11 +128,11 @@ def fit_router(
 def fit_predictor(
     predictor: nn.Module, router: nn.Module, hidden: list[Tensor], chosen: list[Tensor], tokens: list[Tensor]
 ) -> None:
-    """Fit a network predictor to say which tokens run: logistic regression that starts from a fitted router's score.
+    """Fit a predictor to say which tokens run: logistic regression that starts from a fitted router's score.
 
     A row's k-th largest score parts its tokens, and differs from row to row; what a hidden state tells about it, a
     threshold on the scores alone would miss. Solved by Newton steps, each a ridge regression (iteratively reweighted
-    least squares). Other kinds of predictors are left as they are, and so are those of a random router.
+    least squares). A router that is its own predictor is left as it is, and so are predictors of random routing.
 
     Args:
         chosen: bool masks `[B, S]` per batch: which tokens run.
@@ -150,6 +150,10 @@ def fit_predictor(
             regression.add(x, (logits + (ran[mask].float() - probability) / slope).unsqueeze(1), slope)
         matrix, offset = regression.solve(_RIDGE)
         weight, bias = matrix.squeeze(1).to(weight.device), offset.squeeze().to(bias.device)
+    if predictor.up is None:
+        predictor.down.weight.copy_(weight)
+        predictor.down.bias.copy_(bias)
+        return
     # For x above -10 silu(x + 20) is x + 20 to 1e-3: one hidden unit is linear. The others start unheard.
     predictor.down.weight.zero_()
     predictor.up.weight[0] = weight / _PREDICTOR_SCALE

@@ -33,7 +33,7 @@ class InsertPredictors(GraphPass):
     2. A block that has one is left alone; so is a graph without routed blocks.
 
     Args:
-        predictor: `mlp` or `aux`, see `MoDConfig`.
+        predictor: `mlp`, `linear` or `aux`, see `MoDConfig`.
         predictor_hidden: width of the `mlp` predictor's hidden layer.
         seed: seed of the weights.
     """
@@ -66,7 +66,8 @@ class InsertPredictors(GraphPass):
             module, source = RouterAsPredictor(device), scores
         else:
             size = hidden.meta["val"].shape[-1]
-            module, source = Predictor(size, self.predictor_hidden, device), hidden
+            width = self.predictor_hidden if self.predictor == "mlp" else 0
+            module, source = Predictor(size, width, device), hidden
         module.reset_parameters(torch.Generator().manual_seed(self.seed * 100_003 + 50_000 + index))
         graph_module.add_submodule(f"predictors.{index}", module)
         build = Builder(graph_module, scores.next, self.name)

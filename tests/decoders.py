@@ -15,9 +15,13 @@ ATTEND = ("selected", "all")
 
 
 @functools.cache  # converting takes longer than most tests
-def routed_model(name: str, attend: str = "selected", capacity: float = 0.5) -> modify.MoDForCausalLM:
+def routed_model(
+    name: str, attend: str = "selected", capacity: float = 0.5, predictor: str = "mlp"
+) -> modify.MoDForCausalLM:
     """Blocks 1 and 3 routed, with gates and bypasses that are not neutral. Leave it as it is."""
-    config = modify.MoDConfig(capacity=capacity, attend=attend, bypass="linear", bypass_rank=4)
+    config = modify.MoDConfig(
+        capacity=capacity, attend=attend, bypass="linear", bypass_rank=4, predictor=predictor
+    )
     model = modify.MoDForCausalLM.from_dense(tiny_model(name), config).eval()
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(1)

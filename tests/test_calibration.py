@@ -105,7 +105,7 @@ def test_the_router_prefers_tokens_that_are_hard_to_skip(rows):
     assert block.error == pytest.approx(float(errors[0]), rel=1e-4)
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "aux"])
+@pytest.mark.parametrize("predictor", ["mlp", "linear", "aux"])
 def test_the_predictor_says_what_the_router_says(rows, predictor):
     model = convert(predictor=predictor)
     report = calibrate(model, rows, rows=40)
@@ -125,14 +125,15 @@ def test_the_predictor_says_what_the_router_says(rows, predictor):
         assert block.share == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.parametrize("width", [0, 2])
 @torch.no_grad()
-def test_the_predictor_learns_what_a_hidden_state_tells_about_its_rows_threshold():
+def test_the_predictor_learns_what_a_hidden_state_tells_about_its_rows_threshold(width):
     """Rows of two kinds, whose scores lie far apart: one threshold on the score would run one kind alone."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.nn.functional.normalize(torch.randn(16, 64, 7, generator=generator), dim=-1)
     kind = torch.where(torch.arange(16) % 2 == 0, 1.0, -1.0).view(16, 1, 1)
     hidden = torch.cat([kind.expand(-1, 64, -1), hidden], dim=-1)
-    router, predictor = Router(8), Predictor(8, 2)
+    router, predictor = Router(8), Predictor(8, width)
     predictor.reset_parameters(generator)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([2.0, 1.0, 0, 0, 0, 0, 0, 0]))

@@ -29,7 +29,7 @@ from modify.errors import ConfigError
         ({"bypass_rank": 0}, "bypass_rank must be an integer of at least 1"),
         ({"attend": "none"}, "attend must be one of selected, all, got 'none'"),
         ({"routing": "topk"}, "routing must be one of learned, random"),
-        ({"predictor": "none"}, "predictor must be one of mlp, aux"),
+        ({"predictor": "none"}, "predictor must be one of mlp, linear, aux"),
         ({"predictor_slack": 0.5}, r"predictor_slack must be at least 1\.0"),
         ({"predictor_hidden": 0}, "predictor_hidden must be an integer of at least 1"),
         ({"seed": 1.0}, "seed must be an integer"),

@@ -26,12 +26,13 @@ def greedy(model: modify.MoDForCausalLM, prompt: list[int], new: int) -> tuple[i
     return tuple(tokens[0, len(prompt) :].tolist())
 
 
-@pytest.fixture(scope="module", params=ATTEND)
+@pytest.fixture(scope="module", params=[("selected", "mlp"), ("all", "mlp"), ("selected", "linear")])
 def short(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[modify.MoDForCausalLM, GenerationEngine]:
     """A model and its engine, where a routed block has slots for every token."""
-    model = routed_model("llama", request.param)
+    attend, predictor = request.param
+    model = routed_model("llama", attend, predictor=predictor)
     return model, engine_of(model, tmp_path_factory.mktemp("short") / "bundle", length=32, chunk=32)
 
 

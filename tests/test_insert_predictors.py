@@ -19,13 +19,13 @@ def routed(llama_graph):
     return run_passes(llama_graph, passes)[0]
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "aux"])
+@pytest.mark.parametrize("predictor", ["mlp", "linear", "aux"])
 def test_golden(golden, routed, rewrite, predictor):
     rewritten = rewrite(routed, InsertPredictors(predictor=predictor, predictor_hidden=8))
     golden(f"insert_predictors_{predictor}", print_graph(rewritten.graph))
 
 
-@pytest.mark.parametrize("predictor", ["mlp", "aux"])
+@pytest.mark.parametrize("predictor", ["mlp", "linear", "aux"])
 def test_equal_numbers(padded_batch, routed, rewrite, predictor):
     rewritten = rewrite(routed, InsertPredictors(predictor=predictor))
     ids, padding = padded_batch()
@@ -64,6 +64,12 @@ def test_weights_depend_on_seed_and_block_alone(routed):
 def test_width(routed, rewrite):
     rewritten = rewrite(routed, InsertPredictors(predictor_hidden=5))
     assert rewritten.get_submodule("predictors.1").up.weight.shape == (5, 32)
+
+
+def test_a_linear_predictor_has_no_hidden_layer(routed, rewrite):
+    rewritten = rewrite(routed, InsertPredictors(predictor="linear", predictor_hidden=5))
+    shapes = {name: p.shape for name, p in rewritten.get_submodule("predictors.1").named_parameters()}
+    assert shapes == {"down.weight": (1, 32), "down.bias": (1,)}
 
 
 def test_only_blocks_without_one_get_one(routed):

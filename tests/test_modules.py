@@ -10,6 +10,7 @@ from modify.ops.modules import Gate, Predictor, RandomRouter, Router, RouterAsPr
 SEEDED = {
     "router": lambda device=None: Router(32, device),
     "predictor": lambda device=None: Predictor(32, 8, device),
+    "linear predictor": lambda device=None: Predictor(32, 0, device),
 }
 
 
@@ -104,8 +105,9 @@ def test_a_gate_that_starts_at_one_learns():
     assert torch.equal(scores.grad, torch.zeros(1, 2))  # until alpha has moved
 
 
-def test_predictor(hidden):
-    predictor = reset(Predictor(32, 8))
+@pytest.mark.parametrize("width", [0, 8])
+def test_predictor(hidden, width):
+    predictor = reset(Predictor(32, width))
     tracked = hidden.clone().requires_grad_()
     logits = predictor(tracked)
     assert logits.shape == (2, 7)
@@ -121,7 +123,7 @@ def test_predictor(hidden):
 
 
 def test_each_token_is_judged_by_itself(hidden):
-    for module in (reset(Router(32)), reset(Predictor(32, 8))):
+    for module in (reset(Router(32)), reset(Predictor(32, 8)), reset(Predictor(32, 0))):
         changed = hidden.clone()
         changed[:, 4:] += 1
         assert torch.equal(module(changed)[:, :4], module(hidden)[:, :4])

@@ -78,14 +78,14 @@ def test_predictor_target_is_that_of_the_own_capacity_while_annealed() -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "reaches_router"), [("mlp", False), ("aux", True)])
+@pytest.mark.parametrize(("kind", "reaches_router"), [("mlp", False), ("linear", False), ("aux", True)])
 def test_where_the_predictor_gradient_flows(kind: str, reaches_router: bool) -> None:
     model = toy_model(0.25, predictor=kind).train()
     routing = model(torch.arange(16).view(1, 16)).routing
     predictor_loss(routing, model.capacities, 1).loss.backward()
     touched = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert ("routers.1.weight" in touched) is reaches_router
-    assert ("predictors.1.up.weight" in touched) is not reaches_router
+    assert ("predictors.1.down.weight" in touched) is not reaches_router
     # With aux the gradient goes on through the block's input; the paper's predictor leaves the model alone.
     assert ("model.embed_tokens.weight" in touched) is reaches_router
 

@@ -184,7 +184,7 @@ class ScriptedSearch(BlockSearch):
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
 
-    def _try(self, index, capacity, best=None):
+    def _try(self, index, capacity, best=None, most=None):
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
@@ -230,3 +230,14 @@ def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
     assert raced.losses == worst.losses[:3]
     assert search._rate(2, 0.3, raced.loss) > search._rate(0, 0.3, best.loss)
     assert search._try(0, 0.3, worst).loss == best.loss
+    short = search._try(2, 0.3, most=2)
+    assert short.losses == worst.losses[:2]
+    added = sum(short.losses) - sum(search.losses[:2])  # of two rows of four
+    assert short.loss == pytest.approx(search.loss + 2 * added / search.targets_of_loss)
+
+
+def test_losses_are_measured_on_several_batches_however_large_a_batch_may_be(dense, rows):
+    """Whether a trial is given up is judged batch by batch."""
+    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
+    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 12, (0.3,), "fp32")
+    assert [len(batch) for batch in search.batches] == [8, 1, 1, 1, 1]

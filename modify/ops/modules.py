@@ -107,8 +107,9 @@ class Bypass(nn.Module):
 class Predictor(nn.Module):
     """Says from a token's hidden state alone whether it would be among the top-k (section 3.5 of the paper).
 
-    A normalised input, one hidden layer, one logit. The gradient stops at the input, so that the prediction never
-    disturbs the language model. `threshold` is what a logit must exceed at inference.
+    A normalised input, a hidden layer of `width`, or none where that is 0, and one logit. The gradient stops at the
+    input, so that the prediction never disturbs the language model. `threshold` is what a logit must exceed at
+    inference.
 
     Maps hidden states `[B, S, D]` to logits `[B, S]` in float32.
     """
@@ -117,14 +118,14 @@ class Predictor(nn.Module):
 
     def __init__(self, hidden_size: int, width: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden_size, width, device=device)
-        self.down = nn.Linear(width, 1, device=device)
+        self.up = nn.Linear(hidden_size, width, device=device) if width else None
+        self.down = nn.Linear(width or hidden_size, 1, device=device)
         self.register_buffer("threshold", torch.zeros((), device=device))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw both weights from N(0, 1/fan_in)."""
+        """Draw the weights from N(0, 1/fan_in)."""
         with torch.no_grad():
-            for linear in (self.up, self.down):
+            for linear in filter(None, (self.up, self.down)):
                 noise = torch.randn(linear.weight.shape, generator=generator)
                 linear.weight.copy_(noise * linear.in_features**-0.5)
                 linear.bias.zero_()
@@ -134,7 +135,8 @@ class Predictor(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             x = hidden.detach().float().flatten(0, 1)  # rows: runtimes multiply matrices in one operator
             x = functional.rms_norm(x, x.shape[-1:], eps=1e-6)
-            x = functional.silu(functional.linear(x, self.up.weight.float(), self.up.bias.float()))
+            if self.up is not None:
+                x = functional.silu(functional.linear(x, self.up.weight.float(), self.up.bias.float()))
             logits = functional.linear(x, self.down.weight.float(), self.down.bias.float())
             return logits.view(hidden.shape[:-1])
 
