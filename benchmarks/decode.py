@@ -242,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["skip_cost"] = dataclasses.asdict(cost) | {"share": cost.share}
         print(
             f"a skipped block costs {cost.share:.1%} of one that runs: {cost.skipped:.0f} of {cost.run:.0f} us "
-            f"(standard error {cost.error:.0f}), {cost.deciding:.0f} of them for deciding"
+            f"(standard error {cost.error:.0f}), {cost.deciding:.0f} of them for deciding; with an If without a block "
+            f"{cost.bare:.0f}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """What a skipped block costs, in ONNX Runtime: variants of a routed bundle's decode graph, in turns.
 
 In one, tokens skip all routed blocks; in another, they run them all; in a third, these blocks, their predictors and
-their caches are not there; in the last, only the predictors are, which tells deciding from branching. All read their
-weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data happen
-to lie in memory makes a session faster or slower by more than what is measured here.
+their caches are not there. Two variants lie in between: in one, predictors decide, and nothing follows; in another, an
+`If` without a block and without caches follows, which is the least that a decision can cost in this runtime. All read
+their weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data
+happen to lie in memory makes a session faster or slower by more than what is measured here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from modify.export.bundle import GenerationManifest
 from modify.export.decoding_state import DecodingState
 from modify.export.sessions import create_session
 
-_SESSIONS = 4  # of each variant
-SKIPPED, RUN, DECIDED, WITHOUT = VARIANTS = ("skipped", "run", "decided", "without")
+_SESSIONS = 8  # of each variant
+SKIPPED, RUN, DECIDED, BARE, WITHOUT = VARIANTS = ("skipped", "run", "decided", "bare", "without")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,15 @@ class SkipCost:
         skipped: a block that is skipped.
         run: one that is run.
         deciding: the predictor and the counts alone.
-        error: standard error of `skipped`.
+        bare: these, and an `If` without a block.
+        error: standard error of `skipped`; that of the others is about as large.
         tokens: how many tokens were timed, in every session.
     """
 
     skipped: float
     run: float
     deciding: float
+    bare: float
     error: float
     tokens: int
 
@@ -59,13 +62,22 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
     for branch in [node for node in model.graph if node.op_type == "If"]:
         decision: Any = branch.inputs[0].producer()  # type: ignore[union-attr]
         assert decision.op_type == "Greater"
-        if kind in (DECIDED, WITHOUT):
-            handed_on: Any = branch.attributes["else_branch"].as_graph().outputs[0].producer()
-            assert handed_on.op_type == "Identity"
-            branch.outputs[0].replace_all_uses_with(handed_on.inputs[0])
-        else:  # compare the predictor's logit with itself
+        handed_on: Any = branch.attributes["else_branch"].as_graph().outputs[0].producer()
+        assert handed_on.op_type == "Identity"
+        hidden = handed_on.inputs[0]
+        if kind not in (DECIDED, WITHOUT):  # compare the predictor's logit with itself
             decision.replace_input_with(1, decision.inputs[0])
-            decision.op_type = "Greater" if kind == SKIPPED else "GreaterOrEqual"
+            decision.op_type = "GreaterOrEqual" if kind == RUN else "Greater"
+        if kind == BARE:
+            bare = onnx_ir.node(
+                "If",
+                [branch.inputs[0]],
+                {"then_branch": _branch("Neg", hidden), "else_branch": _branch("Identity", hidden)},
+            )
+            model.graph.insert_before(branch, bare)
+            hidden = bare.outputs[0]
+        if kind not in (SKIPPED, RUN):
+            branch.outputs[0].replace_all_uses_with(hidden)
     if kind in (SKIPPED, RUN):
         return manifest
     gone = {f"{what}_{routed.block}" for routed in manifest.routed_blocks for what in ("keys", "values")}
@@ -76,6 +88,14 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
     RemoveUnusedNodesPass()(model)
     _keep(model.graph.inputs, {"input_ids", "count", *(state.input for state in states)})
     return dataclasses.replace(manifest, states=states)
+
+
+def _branch(operator: str, x: onnx_ir.Value) -> onnx_ir.Graph:
+    """A graph that returns what one operator makes of a value of the graph around it."""
+    node = onnx_ir.node(operator, [x])
+    made = node.outputs[0]
+    made.name, made.dtype, made.shape = f"{x.name}_{operator}", x.dtype, x.shape
+    return onnx_ir.Graph([], node.outputs, nodes=[node], name=operator)
 
 
 def _keep(values: Any, names: set[str]) -> None:
@@ -132,7 +152,7 @@ def summary(times: Mapping[str, Sequence[Sequence[float]]], blocks: int) -> Skip
     means = {kind: statistics.mean(values) for kind, values in medians.items()}
     variance = sum(statistics.variance(medians[kind]) / len(medians[kind]) for kind in (SKIPPED, WITHOUT))
     return SkipCost(
-        *(means[kind] - means[WITHOUT] for kind in (SKIPPED, RUN, DECIDED)),
+        *(means[kind] - means[WITHOUT] for kind in (SKIPPED, RUN, DECIDED, BARE)),
         variance**0.5,
         len(times[WITHOUT][0]),
     )

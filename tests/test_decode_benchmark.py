@@ -82,12 +82,13 @@ def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
             logits[kind] = state.run(spec, np.array([[token]]), np.array([1])).copy()
         ran[kind] = state.read("ran")
         operators = {node.op_type for node in graph.graph}
-        assert ("If" in operators) == (kind in (skip_cost.SKIPPED, skip_cost.RUN))
+        assert ("If" in operators) == (kind not in (skip_cost.DECIDED, skip_cost.WITHOUT))
     assert ran[skip_cost.SKIPPED].tolist() == [[0, 0]]
     assert ran[skip_cost.RUN].tolist() == [[4, 4]]
     assert ran[skip_cost.DECIDED] is not None
+    assert ran[skip_cost.BARE].tolist() == [[0, 0]]
     assert ran[skip_cost.WITHOUT] is None
-    for kind in (skip_cost.SKIPPED, skip_cost.DECIDED):
+    for kind in (skip_cost.SKIPPED, skip_cost.DECIDED, skip_cost.BARE):
         np.testing.assert_allclose(logits[kind], logits[skip_cost.WITHOUT], rtol=0, atol=1e-6)
     assert np.abs(logits[skip_cost.RUN] - logits[skip_cost.WITHOUT]).max() > 1e-3
 
@@ -97,10 +98,12 @@ def test_the_cost_of_skipping_is_what_goes_beyond_the_graph_without_the_blocks()
         "skipped": [[7.0, 5.0, 7.0], [8.0, 9.0, 8.0]],
         "run": [[10.0, 20.0, 11.0], [11.0, 11.0, 11.0]],
         "decided": [[6.5, 6.5, 6.4], [6.5, 6.5, 6.6]],
+        "bare": [[6.8, 6.8, 6.8], [6.8, 6.8, 6.8]],
         "without": [[5.0, 8.0, 6.0], [6.0, 6.0, 6.0]],
     }
     cost = skip_cost.summary(times, 2)
     assert cost.tokens == 3
-    assert (cost.skipped, cost.run, cost.deciding) == pytest.approx((0.75e6, 2.5e6, 0.25e6))
+    found = (cost.skipped, cost.run, cost.deciding, cost.bare)
+    assert found == pytest.approx((0.75e6, 2.5e6, 0.25e6, 0.4e6))
     assert cost.error == pytest.approx(0.25e6)
     assert cost.share == pytest.approx(0.3)
