@@ -55,8 +55,9 @@ class _Trial:
     """What lowering one block leads to.
 
     Attributes:
-        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was cut short.
-        loss: mean cross-entropy, in nats per token; of a trial that was cut short, what those batches let expect.
+        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was given up.
+        loss: mean cross-entropy, in nats per token; of a trial that was given up, what its lag behind the best one of
+            its step on those batches lets expect.
         saving: share of the dense model's operations.
         states: of the block's bypass and router, as fitted.
         hidden: by later block, its input in the batches that losses are measured on.
@@ -159,7 +160,7 @@ class BlockSearch:
         ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
             if lower := self._lower_capacities(index):
-                loss = self._try(index, lower[0], most=_BATCHES_TO_JUDGE).loss
+                loss = self._try(index, lower[0]).loss
                 self.alone[index] = loss - self.loss
                 # Lower ones are not measured yet; they will hardly cost less.
                 pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
@@ -265,19 +266,10 @@ class BlockSearch:
         for module, state in zip(self._fitted_modules(index), states, strict=True):
             module.load_state_dict(state)
 
-    def _try(
-        self, index: int, capacity: float, best: _Trial | None = None, most: int | None = None
-    ) -> _Trial:
+    def _try(self, index: int, capacity: float, best: _Trial | None = None) -> _Trial:
         """Lower one block further, see what that leads to, and leave everything as it was.
 
-        A trial that loses more per operation than `best` after a few batches is given up: racing, Maron and Moore 1994.
-        Where the two are close, little is lost with the wrong one.
-
-        Args:
-            index: of the block.
-            capacity: what it is lowered to.
-            best: the best trial of the step.
-            most: how many batches to run it on; None for all.
+        A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
         """
         before, states = self.state.get(index, 1.0), self._states(index)
         saving = self._saving(index, capacity)
@@ -286,7 +278,7 @@ class BlockSearch:
         losses: list[float] = []
         later: dict[int, list[Tensor]] = {}
         lag = 0.0
-        for batch in range(self.fitted, len(self.batches))[:most]:
+        for batch in range(self.fitted, len(self.batches)):
             hidden = self.hidden[index][batch]
             for block in self.blocks[self.blocks.index(index) :]:
                 if block != index:
@@ -298,23 +290,23 @@ class BlockSearch:
         if lag and best is not None:
             loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
         else:
-            added = sum(losses) - sum(self.losses[: len(losses)])
-            added *= len(self.losses) / len(losses)
-            loss = self._mean([sum(self.losses), added], f"block {index} at capacity {capacity}")
+            loss = self._mean(losses, f"block {index} at capacity {capacity}")
         fitted = self._states(index)
         self._set(index, before)
         self._load(index, states)
         return _Trial(losses=losses, loss=loss, saving=saving, states=fitted, hidden=later)
 
     def _lag(self, losses: list[float], saving: float, best: _Trial) -> float:
-        """How much more loss than `best` a trial adds per share of operations, in nats per token; 0 if it does not, or
-        while there are too few batches to judge.
+        """How much more loss than `best` a trial adds per share of operations, if its batches leave little doubt.
+
+        In nats per token; 0 where the mean of the batches' differences is less than twice its standard error.
         """
         if len(losses) < _BATCHES_TO_JUDGE or best.loss <= self.loss or not math.isfinite(losses[-1]):
             return 0.0
         rates = zip(losses, best.losses, self.losses, strict=False)
         lags = [(loss - now) / saving - (rival - now) / best.saving for loss, rival, now in rates]
-        return max(0.0, statistics.mean(lags)) * len(self.losses) / self.targets_of_loss
+        mean, error = statistics.mean(lags), statistics.stdev(lags) / math.sqrt(len(lags))
+        return mean * len(self.losses) / self.targets_of_loss if mean > 2 * error else 0.0
 
     def _take(self, index: int, capacity: float, trial: _Trial) -> None:
         """Lower one block further for good."""

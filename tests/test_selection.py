@@ -184,7 +184,7 @@ class ScriptedSearch(BlockSearch):
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
 
-    def _try(self, index, capacity, best=None, most=None):
+    def _try(self, index, capacity, best=None):
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
@@ -198,7 +198,7 @@ def test_a_block_that_was_measured_lately_is_not_passed_over_for_those_that_only
     assert [next(steps).block for _ in range(2)] == [1, 0]
 
 
-def test_a_trial_that_loses_more_is_given_up():
+def test_a_trial_that_clearly_loses_more_is_given_up():
     search = ScriptedSearch({0: [], 1: []})
     search.losses, search.loss, search.targets_of_loss = [10.0, 11.0, 12.0, 13.0], 0.46, 100
     best = SimpleNamespace(losses=[10.1, 11.2, 12.1, 13.2], saving=0.1, loss=0.466)
@@ -211,7 +211,7 @@ def test_a_trial_that_loses_more_is_given_up():
     assert lag(0.5, 0.6, 0.5) == pytest.approx(4.0 / 25)
     assert not lag(0.5, 0.6)  # too few to judge
     assert not lag(0.5, 0.6, 0.5, saving=0.5)  # it saves five times as much
-    assert not lag(0.5, -0.2, -0.1)  # less than the best on the whole
+    assert not lag(0.5, -0.2, 0.3)  # it may be chance
     assert not lag(0.5, 0.6, math.nan)  # which is told when all have been run
     gains = SimpleNamespace(losses=[9.9, 10.9, 11.9, 12.9], saving=0.1, loss=0.45)
     assert not lag(0.5, 0.6, 0.5, best=gains)  # what gains is chosen by what it saves
@@ -230,10 +230,6 @@ def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
     assert raced.losses == worst.losses[:3]
     assert search._rate(2, 0.3, raced.loss) > search._rate(0, 0.3, best.loss)
     assert search._try(0, 0.3, worst).loss == best.loss
-    short = search._try(2, 0.3, most=2)
-    assert short.losses == worst.losses[:2]
-    added = sum(short.losses) - sum(search.losses[:2])  # of two rows of four
-    assert short.loss == pytest.approx(search.loss + 2 * added / search.targets_of_loss)
 
 
 def test_losses_are_measured_on_several_batches_however_large_a_batch_may_be(dense, rows):
