@@ -68,8 +68,11 @@ def export(options: argparse.Namespace) -> dict[str, Path]:
         attend=options.attend,
         predictor=options.predictor,
     )
-    source = smollm2(options.random) if options.checkpoint is None else load_dense(options.checkpoint)
-    model = MoDForCausalLM.from_dense(source.float(), config)
+    if options.checkpoint is None:
+        source = smollm2(options.random)
+    else:
+        source = load_dense(options.checkpoint, dtype=torch.float32)
+    model = MoDForCausalLM.from_dense(source, config)
     facts.write_text(json.dumps(weight_bytes(model, layers)), encoding="utf-8")
     rows = torch.randint(model.config.vocab_size, (_CALIBRATION_ROWS, min(512, options.length)))
     calibrate_thresholds(model, rows)  # so that untrained predictors run the capacity as well
