@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir
 
-_LARGE = 1 << 20  # bytes of a weight that is not worth a copy
-
 
 def divide_by_roots(model: onnx_ir.Model) -> None:
     """Replace `x * (1 / y)` by `x / y`.
@@ -81,8 +79,7 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
     """Replace `MatMul(x, Transpose(weight))` by `Gemm(x, weight, transB=1)`.
 
     A head that shares the embedding's weight is exported so; a runtime would transpose the weight when it loads the
-    model, into a copy of its own beside the one in the file. Small weights are left to it: the copy is small, and the
-    product needs no `Reshape`.
+    model, into a copy of its own beside the one in the file.
     """
     import numpy as np
     import onnx_ir
@@ -97,8 +94,6 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
             stored: Any = transpose.inputs[0]
             result = node.outputs[0]
             if not stored.is_initializer() or len(stored.shape) != 2 or result.shape is None:
-                continue
-            if stored.const_value is None or stored.const_value.nbytes < _LARGE:
                 continue
             if not result.shape.is_static():
                 continue
