@@ -115,9 +115,9 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
 def loops_for_branches(model: onnx_ir.Model) -> None:
     """Replace an `If` that otherwise hands on what there is by a `Loop` of one round or none.
 
-    What the `If` would hand on is the loop's state, which stays as it is where there is no round. ONNX Runtime sets up
-    a branch to run even if it does nothing, and a loop without rounds it does not; benchmarks/decode.py measures what
-    that saves. In turn, a round writes to a copy of the state, where a branch may write to the graph's own outputs.
+    What the `If` would hand on is the loop's state, which stays as it is where there is no round. ONNX Runtime sets up a
+    branch to run even if it does nothing, and a loop without rounds it does not; benchmarks/decode.py measures what that
+    saves. In turn, a round writes to a copy of the state, where a branch may write to the graph's own outputs.
     """
     import onnx_ir
 
