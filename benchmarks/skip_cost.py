@@ -1,10 +1,10 @@
 """What a skipped block costs, in ONNX Runtime: variants of a routed bundle's decode graph, in turns.
 
 In one, tokens skip all routed blocks; in another, they run them all; in a third, these blocks, their predictors and
-their caches are not there. Two more are to compare with: in one, predictors decide, and nothing follows; in another, an
-`If` without a block and without caches follows, in place of the `Loop` that a block is exported as. All read their
-weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data happen
-to lie in memory makes a session faster or slower by more than what is measured here.
+their caches are not there. Two variants lie in between: in one, predictors decide, and nothing follows; in another, an
+`If` without a block and without caches follows, which is the least that a decision can cost in this runtime. All read
+their weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data
+happen to lie in memory makes a session faster or slower by more than what is measured here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from modify.export.bundle import GenerationManifest
 from modify.export.decoding_state import DecodingState
 from modify.export.sessions import create_session
 
-_SESSIONS = 16  # of each variant
+_SESSIONS = 8  # of each variant
 SKIPPED, RUN, DECIDED, BARE, WITHOUT = VARIANTS = ("skipped", "run", "decided", "bare", "without")
 
 
@@ -39,7 +39,7 @@ class SkipCost:
         skipped: a block that is skipped.
         run: one that is run.
         deciding: the predictor and the counts alone.
-        bare: these, and an `If` without a block and without caches.
+        bare: these, and an `If` without a block.
         error: standard error of `skipped`; that of the others is about as large.
         tokens: how many tokens were timed, in every session.
     """
@@ -59,25 +59,25 @@ class SkipCost:
 
 def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> GenerationManifest:
     """Turn a routed decode graph with an identity bypass into a variant, and return what that takes and returns."""
-    for block in [node for node in model.graph if node.op_type == "Loop"]:
-        _, took, hidden, *_ = block.inputs
-        assert took is not None
-        assert hidden is not None
-        decision: Any = took.producer()
+    for branch in [node for node in model.graph if node.op_type == "If"]:
+        decision: Any = branch.inputs[0].producer()  # type: ignore[union-attr]
         assert decision.op_type == "Greater"
+        handed_on: Any = branch.attributes["else_branch"].as_graph().outputs[0].producer()
+        assert handed_on.op_type == "Identity"
+        hidden = handed_on.inputs[0]
         if kind not in (DECIDED, WITHOUT):  # compare the predictor's logit with itself
             decision.replace_input_with(1, decision.inputs[0])
             decision.op_type = "GreaterOrEqual" if kind == RUN else "Greater"
         if kind == BARE:
             bare = onnx_ir.node(
                 "If",
-                [took],
+                [branch.inputs[0]],
                 {"then_branch": _branch("Neg", hidden), "else_branch": _branch("Identity", hidden)},
             )
-            model.graph.insert_before(block, bare)
+            model.graph.insert_before(branch, bare)
             hidden = bare.outputs[0]
         if kind not in (SKIPPED, RUN):
-            block.outputs[0].replace_all_uses_with(hidden)
+            branch.outputs[0].replace_all_uses_with(hidden)
     if kind in (SKIPPED, RUN):
         return manifest
     gone = {f"{what}_{routed.block}" for routed in manifest.routed_blocks for what in ("keys", "values")}

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from modify.export.onnx_export import export_graph
-from modify.export.onnx_rewrites import loops_for_branches
 from modify.flops import static_experts
 from modify.ops.chunk import select_in_chunk, select_rows, select_whole_chunk, takes_token
 from modify.passes.lower_to_chunk import CHUNK_STATES, ChunkState
@@ -87,8 +86,6 @@ def export_chunk(
             shapes,
         )
     del model.graph.outputs[len(outputs) :]
-    if not fixed_slots:  # which are for TensorRT, where a branch is as good
-        loops_for_branches(model)
     return ChunkModel(file, chunk, model, names)
 
 

@@ -112,66 +112,6 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def loops_for_branches(model: onnx_ir.Model) -> None:
-    """Replace an `If` that otherwise hands on what there is by a `Loop` of one round or none.
-
-    What the `If` would hand on is the loop's state, which stays as it is where there is no round. ONNX Runtime sets up a
-    branch to run even if it does nothing, and a loop without rounds it does not; benchmarks/decode.py measures what that
-    saves. In turn, a round writes to a copy of the state, where a branch may write to the graph's own outputs.
-    """
-    import onnx_ir
-
-    for node in [node for node in model.graph if node.op_type == "If"]:
-        kept = [_handed_on(output) for output in node.attributes["else_branch"].as_graph().outputs]
-        condition = node.inputs[0]
-        if condition is None or not all(kept):
-            continue
-        body = node.attributes.pop("then_branch").as_graph()
-        del node.attributes["else_branch"]
-        name = node.outputs[0].name
-        rounds = onnx_ir.Value(
-            name=f"{name}_round",
-            type=onnx_ir.TensorType(onnx_ir.DataType.INT64),
-            shape=onnx_ir.Shape([]),
-        )
-        goes_on = _like(condition, f"{name}_runs")
-        stop = onnx_ir.node("Not", [goes_on])
-        stop.outputs[0].shape, stop.outputs[0].type = condition.shape, condition.type
-        stop.outputs[0].name = f"{name}_ran"
-        state = [
-            _like(value, f"{output.name}_before") for value, output in zip(kept, node.outputs, strict=True)
-        ]
-        for inner in body:
-            for position, value in enumerate(inner.inputs):
-                if value in kept:
-                    inner.replace_input_with(position, state[kept.index(value)])
-        body.append(stop)
-        body.inputs.extend([rounds, goes_on, *state])
-        body.outputs.insert(0, stop.outputs[0])
-        loop = onnx_ir.node("Loop", [None, condition, *kept], {"body": body}, num_outputs=len(kept))
-        model.graph.insert_before(node, loop)
-        for old, new in zip(node.outputs, loop.outputs, strict=True):
-            new.shape, new.type, result = old.shape, old.type, old.name
-            onnx_ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-            old.name, new.name = None, result
-        model.graph.remove(node, safe=True)
-
-
-def _handed_on(output: onnx_ir.Value) -> onnx_ir.Value | None:
-    """The value of the graph around it that a branch returns as it is; None where it computes something."""
-    maker = output.producer()
-    if maker is None or maker.op_type != "Identity":
-        return None
-    value = maker.inputs[0]
-    return None if value is None or value.graph is output.graph else value
-
-
-def _like(value: onnx_ir.Value, name: str) -> onnx_ir.Value:
-    import onnx_ir
-
-    return onnx_ir.Value(name=name, type=value.type, shape=value.shape)
-
-
 def _name(base: str | None, *nodes: onnx_ir.Node) -> None:
     """Name what nodes compute after a value beside them: a branch may not use a name that its surroundings have."""
     for number, node in enumerate(nodes):

@@ -34,8 +34,8 @@ def check_operators(model: ModelProto, *, generation: bool = False) -> None:
 
     Args:
         model: the model.
-        generation: it is a graph of a generation bundle, which may skip blocks by `If` or `Loop`, and have dimensions
-            that depend on the number of slots.
+        generation: it is a graph of a generation bundle, which may skip blocks by `If` and have dimensions that depend
+            on the number of slots.
 
     Raises:
         ExportError: names the operator, its node and the reason.
@@ -46,7 +46,7 @@ def check_operators(model: ModelProto, *, generation: bool = False) -> None:
         )
     constants = _constants(model)
     for node in _nodes(model.graph):
-        if generation and node.op_type in ("If", "Loop"):
+        if generation and node.op_type == "If":
             continue
         if problem := _problem(node, constants):
             raise ExportError(f"ONNX operator {node.op_type} ({node.name or node.output[0]}): {problem}")

@@ -59,8 +59,8 @@ def protos(folder: Path) -> dict[str, onnx.ModelProto]:
     }
 
 
-def branches(proto: onnx.ModelProto, operator: str = "Loop") -> list[onnx.NodeProto]:
-    return [node for node in proto.graph.node if node.op_type == operator]
+def branches(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in proto.graph.node if node.op_type == "If"]
 
 
 class Run:
@@ -141,39 +141,14 @@ def test_caches_may_have_fewer_slots_while_sequences_are_short(report: Generatio
     np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-5)
 
 
-def test_routed_blocks_are_loops_of_the_decode_graph(report: GenerationReport) -> None:
-    """Of one round or none, whose state are the hidden states and the caches."""
-    graphs = protos(report.path)
-    assert not branches(graphs["prefill"]) + branches(graphs["prefill"], "If")
-    assert not branches(graphs["decode"], "If")
-    found = branches(graphs["decode"])
-    assert len(found) == 2
-    for index, node in zip((1, 3), found, strict=True):
-        caches = [f"keys_{index}", f"values_{index}"]
-        assert list(node.input[:2]) == ["", f"took_{index}"]
-        assert list(node.input[3:]) == caches
-        assert list(node.output[1:]) == [f"{cache}_next" for cache in caches]
-        (body,) = (attribute.g for attribute in node.attribute)
-        made_by = {output: maker for maker in body.node for output in maker.output}
-        goes_on, *_, keys, values = (made_by[output.name] for output in body.output)
-        assert (goes_on.op_type, *goes_on.input) == ("Not", body.input[1].name)
-        for maker, before in zip((keys, values), body.input[3:], strict=True):
-            assert (maker.op_type, maker.input[0]) == ("ScatterND", before.name)
-        used = {name for inner in body.node for name in inner.input}
-        assert not used & {*caches, node.input[2]}  # but what the loop hands it
-
-
-def test_routed_blocks_are_branches_where_caches_do_not_grow(
-    model: modify.MoDForCausalLM, tmp_path: Path
-) -> None:
+def test_routed_blocks_are_branches_of_the_decode_graph(report: GenerationReport) -> None:
     """Each with its caches, which are written, or handed on, by the operator whose output the branch returns.
 
     So neither is a copy where input and output are one buffer.
     """
-    report = export_generation(model, tmp_path / "fixed", length=LENGTH, chunk=CHUNK, fixed_slots=True)
-    decode = protos(report.path)["decode"]
-    assert not branches(decode)
-    found = branches(decode, "If")
+    graphs = protos(report.path)
+    assert not branches(graphs["prefill"])
+    found = branches(graphs["decode"])
     assert len(found) == 2
     for index, node in zip((1, 3), found, strict=True):
         caches = [f"keys_{index}", f"values_{index}"]
@@ -209,7 +184,7 @@ def test_every_weight_is_stored_once(report: GenerationReport, checkpoint: Path)
 def test_only_the_decode_graph_of_a_generation_bundle_may_branch(report: GenerationReport) -> None:
     decode = protos(report.path)["decode"]
     check_operators(decode, generation=True)
-    with pytest.raises(ExportError, match=r"operator Loop .*: control flow"):
+    with pytest.raises(ExportError, match=r"operator If .*: control flow"):
         check_operators(decode)
     branch = branches(decode)[0].attribute[0].g
     branch.node.append(onnx.helper.make_node("NonZero", ["x"], ["y"], name="inside"))

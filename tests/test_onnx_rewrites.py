@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx_ir
 import onnxruntime
-import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from modify.export.onnx_rewrites import (
-    divide_by_roots,
-    keep_weights_in_place,
-    loops_for_branches,
-    scale_norms,
-)
+from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place, scale_norms
 
 
 def model(nodes, weights) -> onnx_ir.Model:
@@ -134,56 +127,3 @@ def test_norms_with_a_weight_and_other_divisions_are_left_alone():
         before = operators(found)
         scale_norms(found)
         assert operators(found) == before
-
-
-def branching(skip: str) -> onnx_ir.Model:
-    """`y` is `x + w` and `z` is `w * w * x`, if `run`; else they are what `skip` makes of `x`, and `w`."""
-    type_of = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xwyzabcdt"}
-    run = [
-        helper.make_node("Add", ["x", "w"], ["a"]),
-        helper.make_node("Mul", ["w", "w"], ["t"]),
-        helper.make_node("Mul", ["t", "x"], ["b"]),
-    ]
-    skips = [helper.make_node(skip, ["x"], ["c"]), helper.make_node("Identity", ["w"], ["d"])]
-    graph = helper.make_graph(
-        [
-            helper.make_node(
-                "If",
-                ["run"],
-                ["y", "z"],
-                then_branch=helper.make_graph(run, "run", [], [type_of["a"], type_of["b"]]),
-                else_branch=helper.make_graph(skips, "skip", [], [type_of["c"], type_of["d"]]),
-            )
-        ],
-        "graph",
-        [helper.make_tensor_value_info("run", TensorProto.BOOL, [1, 1]), type_of["x"], type_of["w"]],
-        [type_of["y"], type_of["z"]],
-    )
-    found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(found, full_check=True)
-    return onnx_ir.from_proto(found)
-
-
-@pytest.mark.parametrize("skip", ["Identity", "Neg"])
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_branch_that_hands_on_what_there_is_becomes_a_loop(skip: str, taken: bool):
-    found = branching(skip)
-    feeds = {
-        "run": np.array([[taken]]),
-        "x": np.array([1, 2], np.float32),
-        "w": np.array([3, 5], np.float32),
-    }
-
-    def results() -> list[np.ndarray]:
-        proto = onnx_ir.to_proto(found)
-        onnx.checker.check_model(proto, full_check=True)
-        return onnxruntime.InferenceSession(proto.SerializeToString()).run(["y", "z"], feeds)
-
-    before = results()
-    assert [value.tolist() for value in before] == (
-        [[4, 7], [9, 50]] if taken else [[1, 2] if skip == "Identity" else [-1, -2], [3, 5]]
-    )
-    for _ in range(2):
-        loops_for_branches(found)
-        assert operators(found) == ["Loop" if skip == "Identity" else "If"]
-    np.testing.assert_array_equal(results(), before)
