@@ -25,7 +25,7 @@ from modify.export.bundle import GenerationManifest
 from modify.export.decoding_state import DecodingState
 from modify.export.sessions import create_session
 
-_SESSIONS = 8  # of each variant
+_SESSIONS = 16  # of each variant
 SKIPPED, RUN, DECIDED, BARE, WITHOUT = VARIANTS = ("skipped", "run", "decided", "bare", "without")
 
 
