@@ -12,7 +12,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 import skip_cost
-from checkpoints import write_llama
+from checkpoints import write_gguf, write_llama
 from transformers import AutoModelForCausalLM
 
 import modify
@@ -36,7 +36,13 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
         "--threads",
         "1",
     ]
-    command = ["--checkpoint", str(write_llama(tmp_path / "ckpt")), "--work", str(tmp_path / "work"), *sizes]
+    command = [
+        "--checkpoint",
+        str(write_gguf(tmp_path / "dense.gguf")),
+        "--work",
+        str(tmp_path / "work"),
+        *sizes,
+    ]
     decode.main([*command, "--layers", "1", "--capacity", "0.25", "--json", str(tmp_path / "out.json")])
     dense, mod = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["arms"]
     assert (dense["speedup"], dense["limit"], dense["routed_blocks_run"]) == (1.0, None, None)
