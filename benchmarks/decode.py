@@ -195,6 +195,14 @@ def show(results: list[dict[str, Any]]) -> Table:
     return table
 
 
+def show_cost(cost: skip_cost.SkipCost) -> Table:
+    """What the variants of a routed block cost."""
+    table = Table("a block", "us", "standard error", "to one that runs", title="Skipping")
+    for kind, spent in cost.costs.items():
+        table.add_row(kind, f"{spent:.1f}", f"{cost.errors[kind]:.1f}", f"{cost.share(kind):.1%}")
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, show."""
     parser = argparse.ArgumentParser(
@@ -242,12 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console().print(show(results))
     if options.skip_cost:
         cost = skip_cost.measure(engines[ROUTED], options.rounds, options.new_tokens, options.threads)
-        found["skip_cost"] = dataclasses.asdict(cost) | {"share": cost.share}
-        print(
-            f"a skipped block costs {cost.share:.1%} of one that runs: {cost.skipped:.0f} of {cost.run:.0f} us "
-            f"(standard error {cost.error:.0f}), {cost.deciding:.0f} of them for deciding; with an If without a block "
-            f"{cost.bare:.0f}"
-        )
+        found["skip_cost"] = dataclasses.asdict(cost)
+        Console().print(show_cost(cost))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 

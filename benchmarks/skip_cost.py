@@ -1,10 +1,11 @@
 """What a skipped block costs, in ONNX Runtime: variants of a routed bundle's decode graph, in turns.
 
 In one, tokens skip all routed blocks; in another, they run them all; in a third, these blocks, their predictors and
-their caches are not there. Two variants lie in between: in one, predictors decide, and nothing follows; in another, an
-`If` without a block and without caches follows, which is the least that a decision can cost in this runtime. All read
-their weights from the same pages of the bundle's file, and of each variant there are several sessions: where its data
-happen to lie in memory makes a session faster or slower by more than what is measured here.
+their caches are not there. Three lie in between, and are the least that skipping can cost in this runtime. In all of
+them predictors decide; in one that is all; in one an `If` without a block and without caches follows; in one there is
+no `If`, but the graph takes the routed blocks' caches and returns them as they are. All read their weights from the
+same pages of the bundle's file, and of each variant there are several sessions: where its data happen to lie in memory
+makes a session faster or slower by more than what is measured here.
 """
 
 from __future__ import annotations
@@ -26,35 +27,36 @@ from modify.export.decoding_state import DecodingState
 from modify.export.sessions import create_session
 
 _SESSIONS = 16  # of each variant
-SKIPPED, RUN, DECIDED, BARE, WITHOUT = VARIANTS = ("skipped", "run", "decided", "bare", "without")
+SKIPPED, RUN, DECIDED, BARE, HELD, WITHOUT = VARIANTS = (
+    "skipped",
+    "run",
+    "decided",
+    "bare",
+    "held",
+    "without",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SkipCost:
-    """What a variant takes beyond the one without the blocks, per block, in microseconds.
+    """What variants take beyond the one without the blocks, per block, in microseconds.
 
     Means over the sessions of their medians over tokens.
 
     Attributes:
-        skipped: a block that is skipped.
-        run: one that is run.
-        deciding: the predictor and the counts alone.
-        bare: these, and an `If` without a block.
-        error: standard error of `skipped`; that of the others is about as large.
+        costs: by variant: a block that is `skipped`; one that is `run`; `decided`: the predictor and the counts alone;
+            `bare`: these, and an `If` without a block and without caches; `held`: these, and the block's caches.
+        errors: their standard errors.
         tokens: how many tokens were timed, in every session.
     """
 
-    skipped: float
-    run: float
-    deciding: float
-    bare: float
-    error: float
+    costs: dict[str, float]
+    errors: dict[str, float]
     tokens: int
 
-    @property
-    def share(self) -> float:
-        """What a skipped block costs, relative to one that is run."""
-        return self.skipped / self.run
+    def share(self, kind: str = SKIPPED) -> float:
+        """What a variant costs, relative to a block that is run."""
+        return self.costs[kind] / self.costs[RUN]
 
 
 def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> GenerationManifest:
@@ -62,9 +64,11 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
     for branch in [node for node in model.graph if node.op_type == "If"]:
         decision: Any = branch.inputs[0].producer()  # type: ignore[union-attr]
         assert decision.op_type == "Greater"
-        handed_on: Any = branch.attributes["else_branch"].as_graph().outputs[0].producer()
-        assert handed_on.op_type == "Identity"
-        hidden = handed_on.inputs[0]
+        makers: list[Any] = [
+            output.producer() for output in branch.attributes["else_branch"].as_graph().outputs
+        ]
+        assert {maker.op_type for maker in makers} == {"Identity"}
+        hidden, *caches = (maker.inputs[0] for maker in makers)
         if kind not in (DECIDED, WITHOUT):  # compare the predictor's logit with itself
             decision.replace_input_with(1, decision.inputs[0])
             decision.op_type = "GreaterOrEqual" if kind == RUN else "Greater"
@@ -76,11 +80,21 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
             )
             model.graph.insert_before(branch, bare)
             hidden = bare.outputs[0]
+        if kind == HELD:
+            for cache, written in zip(caches, branch.outputs[1:], strict=True):
+                node = onnx_ir.node("Identity", [cache])
+                node.outputs[0].shape, node.outputs[0].type = written.shape, written.type
+                name, written.name = written.name, None
+                node.outputs[0].name = name
+                model.graph.insert_before(branch, node)
+                written.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
         if kind not in (SKIPPED, RUN):
             branch.outputs[0].replace_all_uses_with(hidden)
     if kind in (SKIPPED, RUN):
         return manifest
-    gone = {f"{what}_{routed.block}" for routed in manifest.routed_blocks for what in ("keys", "values")}
+    gone = set()
+    if kind != HELD:
+        gone = {f"{what}_{routed.block}" for routed in manifest.routed_blocks for what in ("keys", "values")}
     if kind == WITHOUT:
         gone |= {"ran", "in_chunk", "overflow"}
     states = tuple(state for state in manifest.states if state.input not in gone)
@@ -150,9 +164,10 @@ def summary(times: Mapping[str, Sequence[Sequence[float]]], blocks: int) -> Skip
         for kind, of_sessions in times.items()
     }
     means = {kind: statistics.mean(values) for kind, values in medians.items()}
-    variance = sum(statistics.variance(medians[kind]) / len(medians[kind]) for kind in (SKIPPED, WITHOUT))
+    variances = {kind: statistics.variance(values) / len(values) for kind, values in medians.items()}
+    others = [kind for kind in VARIANTS if kind != WITHOUT]
     return SkipCost(
-        *(means[kind] - means[WITHOUT] for kind in (SKIPPED, RUN, DECIDED, BARE)),
-        variance**0.5,
+        {kind: means[kind] - means[WITHOUT] for kind in others},
+        {kind: (variances[kind] + variances[WITHOUT]) ** 0.5 for kind in others},
         len(times[WITHOUT][0]),
     )
