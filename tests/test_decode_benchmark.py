@@ -104,16 +104,18 @@ def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
 
 
 def test_the_cost_of_skipping_is_what_goes_beyond_the_graph_without_the_blocks() -> None:
-    times = {
-        "skipped": [[7.0, 5.0, 7.0], [8.0, 9.0, 8.0]],
-        "run": [[10.0, 20.0, 11.0], [11.0, 11.0, 11.0]],
-        "decided": [[6.5, 6.5, 6.4], [6.5, 6.5, 6.6]],
-        "bare": [[6.8, 6.8, 6.8], [6.8, 6.8, 6.8]],
-        "held": [[6.7, 6.7, 6.7], [6.9, 6.9, 6.9]],
-        "without": [[5.0, 8.0, 6.0], [6.0, 6.0, 6.0]],
+    by_session = {
+        "skipped": (7.0, 8.0),
+        "run": (11.0, 11.0),
+        "decided": (6.5, 6.5),
+        "bare": (6.8, 6.8),
+        "held": (6.7, 6.9),
+        "without": (6.0, 6.0),
     }
+    # Four tokens in five wait for other work.
+    times = {kind: [[50.0] * 8 + [usual] * 2 for usual in usuals] for kind, usuals in by_session.items()}
     cost = skip_cost.summary(times, 2)
-    assert cost.tokens == 3
+    assert cost.tokens == 10
     assert cost.costs == pytest.approx(
         {"skipped": 0.75e6, "run": 2.5e6, "decided": 0.25e6, "bare": 0.4e6, "held": 0.4e6}
     )
