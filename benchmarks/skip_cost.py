@@ -1,11 +1,11 @@
 """What a skipped block costs, in ONNX Runtime: variants of a routed bundle's decode graph, in turns.
 
 In one, tokens skip all routed blocks; in another, they run them all; in a third, these blocks, their predictors and
-their caches are not there. Three lie in between, and are the least that skipping can cost in this runtime. In all of
-them predictors decide; in one that is all; in one an `If` without a block and without caches follows; in one there is
-no `If`, but the graph takes the routed blocks' caches and returns them as they are. All read their weights from the
-same pages of the bundle's file, and of each variant there are several sessions: where its data happen to lie in memory
-makes a session faster or slower by more than what is measured here.
+their caches are not there. Three lie in between, and show what the cost of skipping consists of. In all of them
+predictors decide; in one that is all; in one an `If` without a block and without caches follows; in one there is no
+`If`, but the graph takes the routed blocks' caches and returns them as they are. All read their weights from the same
+pages of the bundle's file, and of each variant there are several sessions: where its data happen to lie in memory makes
+a session faster or slower by more than what is measured here.
 """
 
 from __future__ import annotations
