@@ -92,9 +92,8 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
             branch.outputs[0].replace_all_uses_with(hidden)
     if kind in (SKIPPED, RUN):
         return manifest
-    gone = set()
-    if kind != HELD:
-        gone = {f"{what}_{routed.block}" for routed in manifest.routed_blocks for what in ("keys", "values")}
+    caches_of = [] if kind == HELD else manifest.routed_blocks
+    gone = {f"{what}_{routed.block}" for routed in caches_of for what in ("keys", "values")}
     if kind == WITHOUT:
         gone |= {"ran", "in_chunk", "overflow"}
     states = tuple(state for state in manifest.states if state.input not in gone)
