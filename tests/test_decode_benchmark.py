@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import decode
 import numpy as np
 import onnx_ir
 import onnxruntime
+import prefill
 import pytest
 import skip_cost
+import torch
 from checkpoints import write_gguf, write_llama
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +41,7 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
     ]
     command = [
         "--checkpoint",
-        str(write_gguf(tmp_path / "dense.gguf")),
+        str(write_llama(tmp_path / "ckpt")),
         "--work",
         str(tmp_path / "work"),
         *sizes,
@@ -68,6 +71,15 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
         "prefill.onnx",
         "decode.onnx",
     }
+
+
+def test_the_checkpoint_of_the_wheel_can_be_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers takes a model that it read from GGUF for a quantised one, which cannot."""
+    path = write_gguf(tmp_path / "dense.gguf")
+    monkeypatch.setattr(prefill, "GGUF", path.name)
+    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
+    assert decode.smollm2(random=False).float().dtype == torch.float32
 
 
 def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
