@@ -79,6 +79,7 @@ def variant(model: onnx_ir.Model, manifest: GenerationManifest, kind: str) -> Ge
                 {"then_branch": _branch("Neg", hidden), "else_branch": _branch("Identity", hidden)},
             )
             model.graph.insert_before(branch, bare)
+            bare.outputs[0].dtype, bare.outputs[0].shape = hidden.dtype, hidden.shape
             hidden = bare.outputs[0]
         if kind == HELD:
             for cache, written in zip(caches, branch.outputs[1:], strict=True):

@@ -82,11 +82,12 @@ def test_the_checkpoint_of_the_wheel_can_be_cast(tmp_path: Path, monkeypatch: py
     assert decode.smollm2(random=False).float().dtype == torch.float32
 
 
-def test_variants_of_the_decode_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(1, 3), (1, 2)], ids=["apart", "adjacent"])
+def test_variants_of_the_decode_graph(layers: tuple[int, ...], tmp_path: Path) -> None:
     """Tokens skip every routed block or run them all; without them, the graph is that of what is left."""
     folder = tmp_path / "bundle"
     dense = AutoModelForCausalLM.from_pretrained(write_llama(tmp_path / "dense"))
-    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=0.5)).eval()
+    model = modify.MoDForCausalLM.from_dense(dense, modify.MoDConfig(capacity=0.5, layers=layers)).eval()
     export_generation(model, folder, length=32, chunk=32)
     engine = load_engine(folder, threads=1)
     ran, logits = {}, {}
