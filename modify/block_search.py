@@ -30,6 +30,7 @@ _TRIED_PER_STEP = 4  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
 _BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
+_BATCHES_ALONE = 4  # how many blocks alone are measured on: which are tried first, no more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +96,8 @@ class _Graph:
 class BlockSearch:
     """The model under search: how far each block is lowered, and the hidden states that this leads to.
 
-    Fits are made on the first `fitted` batches, losses measured on the others. The former's hidden states follow the
-    choices only when all blocks are fitted anew, the latter's after every step.
+    Fits are made on the first `fitted` batches, losses measured on the others, the first halves of rows. The former's
+    hidden states follow the choices only when all blocks are fitted anew, the latter's after every step.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class BlockSearch:
             precision,
         )
         self.state: dict[int, float] = {}
+        self.fits: dict[tuple[int, float], list[dict[str, Tensor]]] = {}  # since all blocks were fitted anew
         self.alone: dict[int, float] = {}
         self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
-        parts = rows[~measured], rows[measured]
+        # As many texts at half the price: a trial's time goes into running the blocks behind the one it lowers.
+        parts = rows[~measured], rows[measured, : max(2, rows.shape[1] // 2)]
         fitted = batches_of(parts[0], batch_size, device)
         others = batches_of(parts[1], max(1, min(batch_size, len(parts[1]) // _BATCHES)), device)
         self.batches, self.fitted = fitted + others, len(fitted)
@@ -160,7 +163,7 @@ class BlockSearch:
         ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
             if lower := self._lower_capacities(index):
-                loss = self._try(index, lower[0]).loss
+                loss = self._try(index, lower[0], batches=_BATCHES_ALONE).loss
                 self.alone[index] = loss - self.loss
                 # Lower ones are not measured yet; they will hardly cost less.
                 pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
@@ -266,19 +269,31 @@ class BlockSearch:
         for module, state in zip(self._fitted_modules(index), states, strict=True):
             module.load_state_dict(state)
 
-    def _try(self, index: int, capacity: float, best: _Trial | None = None) -> _Trial:
+    def _try(
+        self, index: int, capacity: float, best: _Trial | None = None, *, batches: int | None = None
+    ) -> _Trial:
         """Lower one block further, see what that leads to, and leave everything as it was.
 
         A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
+
+        Args:
+            index: of the block.
+            capacity: what it is lowered to.
+            best: of the trials of this step.
+            batches: how many to measure on; all by default.
         """
         before, states = self.state.get(index, 1.0), self._states(index)
         saving = self._saving(index, capacity)
         self._set(index, capacity)
-        self._fit(index)
+        if (index, capacity) in self.fits:
+            self._load(index, self.fits[index, capacity])
+        else:
+            self._fit(index)
+            self.fits[index, capacity] = self._states(index)
         losses: list[float] = []
         later: dict[int, list[Tensor]] = {}
         lag = 0.0
-        for batch in range(self.fitted, len(self.batches)):
+        for batch in range(self.fitted, len(self.batches))[:batches]:
             hidden = self.hidden[index][batch]
             for block in self.blocks[self.blocks.index(index) :]:
                 if block != index:
@@ -290,11 +305,13 @@ class BlockSearch:
         if lag and best is not None:
             loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
         else:
-            loss = self._mean(losses, f"block {index} at capacity {capacity}")
-        fitted = self._states(index)
+            added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
+            loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
         self._set(index, before)
         self._load(index, states)
-        return _Trial(losses=losses, loss=loss, saving=saving, states=fitted, hidden=later)
+        return _Trial(
+            losses=losses, loss=loss, saving=saving, states=self.fits[index, capacity], hidden=later
+        )
 
     def _lag(self, losses: list[float], saving: float, best: _Trial) -> float:
         """How much more loss than `best` a trial adds per share of operations, if its batches leave little doubt.
@@ -318,6 +335,7 @@ class BlockSearch:
 
     def refit(self) -> float:
         """Fit all lowered blocks once more, each on what the others now leave it, and return the loss."""
+        self.fits.clear()
         self.losses = self._refresh(min(self.state), self.state)
         return self._mean(self.losses, "all lowered blocks, fitted once more")
 

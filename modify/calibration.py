@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -121,6 +121,7 @@ def calibrate(
     rows: int = 64,
     batch_size: int = 4,
     precision: Precision = "fp32",
+    metrics: Mapping[int, Tensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CalibrationReport:
     """Fit bypasses, routers, predictors and thresholds of a converted model, in place and without a gradient step.
@@ -149,10 +150,13 @@ def calibrate(
         rows: how many rows to use, spread evenly over the data.
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
+        metrics: by block, the loss metric of step 2, as `BlockSelection` has them; by default they are worked out on
+            16 of the rows.
         progress: called with (blocks done, blocks in all).
 
     Raises:
-        ConfigError: `model` is not converted, a number is out of range, or there is no tokenizer.
+        ConfigError: `model` is not converted, a number is out of range, `metrics` lack a routed block, or there is no
+            tokenizer.
         CheckpointError: the dense model's hidden states are not finite.
         DataError: the data cannot be read, is shorter than one row, or does not fit the model.
     """
@@ -171,7 +175,7 @@ def calibrate(
     chosen = packed[spread_indices(len(packed), rows)]
     with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(model.mod_config.seed)  # of random routers
-        blocks = tuple(_Calibration(model, chosen, batch_size, precision).run(progress))
+        blocks = tuple(_Calibration(model, chosen, batch_size, precision, metrics).run(progress))
     model.record_fit()
     if model.capacities:
         thresholds = calibrate_thresholds(model, chosen[spread_indices(len(chosen), 16)], batch_size)
@@ -222,7 +226,14 @@ def spread_indices(count: int, wanted: int) -> list[int]:
 class _Calibration:
     """One run over the blocks."""
 
-    def __init__(self, model: MoDForCausalLM, rows: Tensor, batch_size: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: MoDForCausalLM,
+        rows: Tensor,
+        batch_size: int,
+        precision: Precision,
+        metrics: Mapping[int, Tensor] | None,
+    ) -> None:
         self.model = model
         routed, dense = model.graph, model.dense_graph
         device = model_device(model)
@@ -230,8 +241,12 @@ class _Calibration:
         self.routed, self.dense = GraphWalk(routed, batches, precision), GraphWalk(dense, batches, precision)
         self.routing = routing_of(routed.graph)
         learned = self.routing if model.mod_config.routing == "learned" else ()
-        few = batches_of(rows[spread_indices(len(rows), METRIC_ROWS)], batch_size, device)
-        self.metrics = loss_metrics(dense, few, learned, precision)
+        if metrics is None:
+            few = batches_of(rows[spread_indices(len(rows), METRIC_ROWS)], batch_size, device)
+            metrics = loss_metrics(dense, few, learned, precision)
+        if missing := sorted(set(learned) - set(metrics)):
+            raise ConfigError(f"metrics lack block {missing[0]}: give those of all routed blocks, or none")
+        self.metrics = {index: metrics[index] for index in learned}
         self.bypasses = {
             int(str(node.target).rpartition(".")[2]): node
             for node in routed.graph.find_nodes(op="call_module", sort=True)

@@ -235,6 +235,7 @@ def _calibrated(
         rows=options.rows,
         batch_size=options.batch_size,
         precision=options.precision,
+        metrics=None if selection is None else selection.metrics,
         progress=_phase(progress, "calibrating"),
     )
     return graph, selection, report

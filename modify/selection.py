@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from modify.block_search import BlockSearch, Step
@@ -35,6 +36,8 @@ class BlockSelection:
         steps: the choices, in order.
         loss: of the chosen model, all its blocks fitted, in nats per token.
         flops_ratio: operations of the chosen model, relative to the dense model's.
+        metrics: by block, the loss metric behind it, `[D, D]` in float32, for `modify.calibrate`; see
+            `modify.loss_metric`; none for random routing.
     """
 
     config: MoDConfig
@@ -44,9 +47,10 @@ class BlockSelection:
     steps: tuple[Step, ...]
     loss: float
     flops_ratio: float
+    metrics: dict[int, Tensor] = dataclasses.field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
+        """Return JSON-ready values; `metrics` are left out."""
         return {
             "config": self.config.to_dict(),
             "dense_loss": self.dense_loss,
@@ -76,7 +80,7 @@ def select_blocks(
 
     A step lowers one block to any lower capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
-    the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are routed, much
+    the first halves of the others. The step with the least loss per operation saved is taken. Costs rise as more blocks are routed, much
     alike for all, so of the steps that were cheapest when last measured at most four are measured again, beside those
     that were measured lately, after the lazy greedy algorithm (Minoux 1978). A trial that clearly loses more than the
     best one of its step is given up after three batches or more (racing, Maron and Moore 1994). A block that the model
@@ -168,6 +172,7 @@ def select_blocks(
         steps=tuple(steps),
         loss=loss,
         flops_ratio=steps[-1].flops_ratio,
+        metrics={index: search.metrics[index] for index in layers if index in search.metrics},
     )
 
 
