@@ -73,7 +73,7 @@ def test_losses_are_those_of_the_calibrated_model(dense, rows, selection):
     """The search's own arithmetic, from cached hidden states, against a whole model fitted on the same rows."""
     from modify.calibration import calibrate
 
-    measured = rows.rows[1::3]
+    measured = rows.rows[1::3, : LENGTH // 2]
     assert selection.dense_loss == pytest.approx(run_rows(dense, measured, "dense", 4)[0], rel=1e-6)
     model = modify.MoDForCausalLM.from_dense(dense, selection.config)
     rest = [index for index in range(12) if index % 3 != 1]
@@ -81,6 +81,26 @@ def test_losses_are_those_of_the_calibrated_model(dense, rows, selection):
     calibrate(model, fitted, rows=len(fitted), batch_size=5)
     loss, _ = run_rows(model, measured, "topk", 4)
     assert selection.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_calibration_takes_the_searchs_metrics(dense, rows):
+    selection = select_blocks(dense, CONFIG, rows, flops=0.8, capacities=(0.5, 0.25), rows=12, batch_size=5)
+    routed = list(selection.config.routed_layers(4))
+    assert sorted(selection.metrics) == routed
+    models = [modify.MoDForCausalLM.from_dense(dense, selection.config) for _ in range(3)]
+    rest = [index for index in range(12) if index % 3 != 1]  # what the search has its metrics from
+    fitted = PackedDataset(rows.rows[rest].flatten().numpy(), LENGTH)
+    alike = {index: torch.eye(len(metric)) for index, metric in selection.metrics.items()}
+    for model, metrics in zip(models, (None, selection.metrics, alike), strict=True):
+        modify.calibrate(model, fitted, batch_size=5, metrics=metrics)
+    own, given, other = (
+        [model.get_submodule(f"routers.{index}").weight for index in routed] for model in models
+    )
+    torch.testing.assert_close(own, given, rtol=1e-5, atol=1e-6)
+    assert not all(torch.allclose(a, b, atol=1e-2) for a, b in zip(own, other, strict=True))
+    del alike[routed[0]]
+    with pytest.raises(ConfigError, match=f"metrics lack block {routed[0]}"):
+        modify.calibrate(models[0], fitted, metrics=alike)
 
 
 @pytest.mark.parametrize("attend", ["selected", "all"])
@@ -184,7 +204,7 @@ class ScriptedSearch(BlockSearch):
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
 
-    def _try(self, index, capacity, best=None):
+    def _try(self, index, capacity, best=None, **options):
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
@@ -237,3 +257,38 @@ def test_losses_are_measured_on_several_batches_however_large_a_batch_may_be(den
     config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
     search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 12, (0.3,), "fp32")
     assert [len(batch) for batch in search.batches] == [8, 1, 1, 1, 1]
+
+
+@torch.no_grad()
+def test_a_fit_is_made_once_until_all_blocks_are_fitted_anew(dense, rows, monkeypatch):
+    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
+    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.5, 0.3), "fp32")
+    first = search._try(0, 0.5)
+    search._take(3, 0.3, search._try(3, 0.3))
+    fitted = []
+    fit = search._fit
+    monkeypatch.setattr(search, "_fit", lambda index: (fitted.append(index), fit(index)))
+    again = search._try(0, 0.5)
+    assert fitted == []
+    assert again.losses != first.losses  # block 3 was lowered in between
+    search._load(0, first.states)
+    search._set(0, 0.5)
+    fit(0)
+    for kept, made in zip(again.states, search._states(0), strict=True):
+        torch.testing.assert_close(kept, made)
+    search._try(0, 0.3)
+    assert fitted == [0]
+    search.refit()
+    search._try(0, 0.3)
+    assert fitted == [0, 0, 3, 0]
+
+
+@torch.no_grad()
+def test_a_trial_on_a_few_batches_says_what_they_say(dense, rows):
+    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
+    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.3,), "fp32")
+    whole, few = search._try(2, 0.3), search._try(2, 0.3, batches=2)
+    assert few.losses == whole.losses[:2]
+    targets = LENGTH // 2 - 1
+    added = sum(few.losses) - sum(search.losses[:2])
+    assert few.loss - search.loss == pytest.approx(added / (2 * targets))
