@@ -26,8 +26,8 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_TRIED_PER_STEP = 4  # candidates that were not measured lately
-_LATELY = 2  # steps; a cost that was measured since then still holds, nearly
+_LEAST_TRIED, _MOST_TRIED = 2, 4  # candidates per step
+_REMEMBERED = 16  # how many of the latest measurements say how fast costs rise
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
 _BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
 _BATCHES_ALONE = 4  # how many blocks alone are measured on: which are tried first, no more
@@ -69,6 +69,25 @@ class _Trial:
     saving: float
     states: list[dict[str, Tensor]]
     hidden: dict[int, list[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Rate:
+    """What lowering a block adds to the loss per share of the operations that it saves.
+
+    Attributes:
+        value: in nats per token and whole model.
+        step: at which it was measured.
+        measured: for this very move; else for one like it.
+    """
+
+    value: float
+    step: int
+    measured: bool = True
+
+    def at(self, step: int, rise: float) -> float:
+        """What it is expected to be at a later step, if rates rise by this factor from step to step."""
+        return self.value * rise ** (step - self.step) if self.value > 0.0 else self.value
 
 
 class _Graph:
@@ -133,7 +152,7 @@ class BlockSearch:
         self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
         device = model_device(model)
-        measured = torch.arange(len(rows)) % 3 == 1
+        measured = torch.arange(len(rows)) % 4 == 1
         # As many texts at half the price: a trial's time goes into running the blocks behind the one it lowers.
         parts = rows[~measured], rows[measured, : max(2, rows.shape[1] // 2)]
         fitted = batches_of(parts[0], batch_size, device)
@@ -158,36 +177,35 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        pending: dict[
-            tuple[int, float], float
-        ] = {}  # loss per share of operations, as last measured or guessed
+        pending: dict[tuple[int, float], _Rate] = {}
         for index in self.allowed:
             if lower := self._lower_capacities(index):
                 loss = self._try(index, lower[0], batches=_BATCHES_ALONE).loss
                 self.alone[index] = loss - self.loss
-                # Lower ones are not measured yet; they will hardly cost less.
-                pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
+                rate = self._rate(index, lower[0], loss)
+                # Lower ones will hardly cost less.
+                pending |= {(index, c): _Rate(value=rate, step=-1, measured=c == lower[0]) for c in lower}
                 report()
-        measured = dict.fromkeys(pending, -1)  # at which step
         self.kept = _indispensable(self.alone)
         pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
+        rises: list[float] = []  # logarithms of the factors by which rates rose from step to step
         step = 0
         while True:
             best: _Trial | None = None
             tried: list[tuple[float, int, float]] = []
-            for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
-                if tried and min(tried)[0] <= pending[index, capacity]:
-                    break  # rates hardly fall, so none that follows is likely to be less
-                if len(tried) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
-                    continue  # it only seems cheap: the others cost more, too, when they were measured again
+            rise = math.exp(max(0.0, statistics.median(rises[-_REMEMBERED:]))) if rises else 1.0
+            expected = sorted((rate.at(step, rise), *move) for move, rate in pending.items())
+            for value, index, capacity in expected:
+                if len(tried) >= _MOST_TRIED or (len(tried) >= _LEAST_TRIED and min(tried)[0] <= value):
+                    break
+                before = pending.pop((index, capacity))
                 if capacity not in self._lower_capacities(index):
-                    del pending[
-                        index, capacity
-                    ]  # it is lower already, or all other blocks have been dropped since
-                    continue
+                    continue  # it is lower already, or all other blocks have been dropped since
                 trial = self._try(index, capacity, best)
-                measured[index, capacity] = step
-                rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)
+                rate = self._rate(index, capacity, trial.loss)
+                pending[index, capacity] = _Rate(value=rate, step=step)
+                if before.measured and min(rate, before.value) > 0.0:
+                    rises.append(math.log(rate / before.value) / (step - before.step))
                 tried.append((rate, index, capacity))
                 if tried[-1] == min(tried):
                     best = trial
@@ -195,6 +213,9 @@ class BlockSearch:
                 return
             _, index, capacity = min(tried)
             self._take(index, capacity, best)
+            # From here on the block is lowered by less.
+            for move in [move for move in pending if move[0] == index]:
+                pending[move] = dataclasses.replace(pending[move], measured=False)
             step += 1
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
