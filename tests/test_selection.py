@@ -73,10 +73,10 @@ def test_losses_are_those_of_the_calibrated_model(dense, rows, selection):
     """The search's own arithmetic, from cached hidden states, against a whole model fitted on the same rows."""
     from modify.calibration import calibrate
 
-    measured = rows.rows[1::3, : LENGTH // 2]
+    measured = rows.rows[1::4, : LENGTH // 2]
     assert selection.dense_loss == pytest.approx(run_rows(dense, measured, "dense", 4)[0], rel=1e-6)
     model = modify.MoDForCausalLM.from_dense(dense, selection.config)
-    rest = [index for index in range(12) if index % 3 != 1]
+    rest = [index for index in range(12) if index % 4 != 1]
     fitted = PackedDataset(rows.rows[rest].flatten().numpy(), LENGTH)
     calibrate(model, fitted, rows=len(fitted), batch_size=5)
     loss, _ = run_rows(model, measured, "topk", 4)
@@ -88,7 +88,7 @@ def test_calibration_takes_the_searchs_metrics(dense, rows):
     routed = list(selection.config.routed_layers(4))
     assert sorted(selection.metrics) == routed
     models = [modify.MoDForCausalLM.from_dense(dense, selection.config) for _ in range(3)]
-    rest = [index for index in range(12) if index % 3 != 1]  # what the search has its metrics from
+    rest = [index for index in range(12) if index % 4 != 1]  # what the search has its metrics from
     fitted = PackedDataset(rows.rows[rest].flatten().numpy(), LENGTH)
     alike = {index: torch.eye(len(metric)) for index, metric in selection.metrics.items()}
     for model, metrics in zip(models, (None, selection.metrics, alike), strict=True):
@@ -203,19 +203,31 @@ class ScriptedSearch(BlockSearch):
         self.capacities, self.dense_flops = (0.0,), 100
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
+        self.tried: list[int] = []
 
     def _try(self, index, capacity, best=None, **options):
+        self.tried.append(index)
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
         self.state[index], self.loss = capacity, trial.loss
 
 
-def test_a_block_that_was_measured_lately_is_not_passed_over_for_those_that_only_seem_cheap():
-    stale = {index: [0.020 + 0.001 * index, 0.05] for index in range(2, 8)}
-    search = ScriptedSearch({0: [0.010, 0.030, 0.030], 1: [0.011, 0.011], **stale})
+def test_a_cost_measured_long_ago_is_expected_to_have_risen_as_others_have():
+    """All costs double from step to step; block 4 was last measured alone, and only seems cheaper than block 1."""
+    costs = {0: [0.010, 0.020], 1: [0.011, 0.022, 0.045], 2: [0.015, 0.030, 0.061], 3: [0.016, 0.032]}
+    search = ScriptedSearch({**costs, 4: [0.017, math.nan], 5: [0.100, math.nan]})
     steps = search.steps(lambda: None)
-    assert [next(steps).block for _ in range(2)] == [1, 0]
+    assert next(steps).block == 0
+    assert search.tried == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]  # alone; then how fast costs rise is not known yet
+    assert next(steps).block == 1
+    assert search.tried[10:] == [1, 2]
+
+
+def test_what_turned_out_dear_gives_way_to_the_next():
+    search = ScriptedSearch({0: [0.010, 0.1], 1: [0.011, 0.1], 2: [0.012, 0.013], 3: [0.014, math.nan]})
+    assert next(search.steps(lambda: None)).block == 2
+    assert search.tried == [0, 1, 2, 3, 0, 1, 2]
 
 
 def test_a_trial_that_clearly_loses_more_is_given_up():
@@ -240,7 +252,8 @@ def test_a_trial_that_clearly_loses_more_is_given_up():
 @torch.no_grad()
 def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
     config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
-    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.3,), "fp32")
+    text = torch.cat([rows.rows, rows.rows[:4]])
+    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), text, 1, (0.3,), "fp32")
     trials = {index: search._try(index, 0.3) for index in search.blocks}
     best, worst = trials[0], trials[2]
     assert search.loss < best.loss < worst.loss
@@ -256,7 +269,7 @@ def test_losses_are_measured_on_several_batches_however_large_a_batch_may_be(den
     """Whether a trial is given up is judged batch by batch."""
     config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
     search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 12, (0.3,), "fp32")
-    assert [len(batch) for batch in search.batches] == [8, 1, 1, 1, 1]
+    assert [len(batch) for batch in search.batches] == [9, 1, 1, 1]
 
 
 @torch.no_grad()
