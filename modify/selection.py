@@ -47,7 +47,7 @@ class BlockSelection:
     steps: tuple[Step, ...]
     loss: float
     flops_ratio: float
-    metrics: dict[int, Tensor] = dataclasses.field(repr=False)
+    metrics: dict[int, Tensor] = dataclasses.field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values; `metrics` are left out."""
