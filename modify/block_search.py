@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from modify.ops.modules import Bypass
 from modify.passes.base import block_calls, block_result, merges_of, routing_of, sequence_input
 
 _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitted
-_LEAST_TRIED, _MOST_TRIED = 2, 4  # candidates per step
-_REMEMBERED = 16  # how many of the latest measurements say how fast costs rise
+_TRIED_PER_STEP = 4  # candidates that were not measured lately
+_LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
-_BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
+_BATCHES_TO_JUDGE = 3  # how many every candidate of a step is tried on
 _BATCHES_ALONE = 4  # how many blocks alone are measured on: which are tried first, no more
+_FINALISTS = 2  # candidates per step that are tried on all batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,38 +58,17 @@ class _Trial:
     """What lowering one block leads to.
 
     Attributes:
-        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was given up.
-        loss: mean cross-entropy, in nats per token; of a trial that was given up, what its lag behind the best one of
-            its step on those batches lets expect.
-        saving: share of the dense model's operations.
+        losses: summed cross-entropy of each batch that was run, in nats.
+        loss: mean cross-entropy of all batches, in nats per token; of those that were not run, what the others let
+            expect.
         states: of the block's bypass and router, as fitted.
         hidden: by later block, its input in the batches that losses are measured on.
     """
 
     losses: list[float]
     loss: float
-    saving: float
     states: list[dict[str, Tensor]]
     hidden: dict[int, list[Tensor]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Rate:
-    """What lowering a block adds to the loss per share of the operations that it saves.
-
-    Attributes:
-        value: in nats per token and whole model.
-        step: at which it was measured.
-        measured: for this very move; else for one like it.
-    """
-
-    value: float
-    step: int
-    measured: bool = True
-
-    def at(self, step: int, rise: float) -> float:
-        """What it is expected to be at a later step, if rates rise by this factor from step to step."""
-        return self.value * rise ** (step - self.step) if self.value > 0.0 else self.value
 
 
 class _Graph:
@@ -177,45 +158,45 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        pending: dict[tuple[int, float], _Rate] = {}
+        pending: dict[
+            tuple[int, float], float
+        ] = {}  # loss per share of operations, as last measured or guessed
         for index in self.allowed:
             if lower := self._lower_capacities(index):
-                loss = self._try(index, lower[0], batches=_BATCHES_ALONE).loss
+                loss = self._try(index, lower[0], _BATCHES_ALONE).loss
                 self.alone[index] = loss - self.loss
-                rate = self._rate(index, lower[0], loss)
-                # Lower ones will hardly cost less.
-                pending |= {(index, c): _Rate(value=rate, step=-1, measured=c == lower[0]) for c in lower}
+                # Lower ones are not measured yet; they will hardly cost less.
+                pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
                 report()
+        measured = dict.fromkeys(pending, -1)  # at which step
         self.kept = _indispensable(self.alone)
         pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
-        rises: list[float] = []  # logarithms of the factors by which rates rose from step to step
         step = 0
         while True:
-            best: _Trial | None = None
-            tried: list[tuple[float, int, float]] = []
-            rise = math.exp(max(0.0, statistics.median(rises[-_REMEMBERED:]))) if rises else 1.0
-            expected = sorted((rate.at(step, rise), *move) for move, rate in pending.items())
-            for value, index, capacity in expected:
-                if len(tried) >= _MOST_TRIED or (len(tried) >= _LEAST_TRIED and min(tried)[0] <= value):
-                    break
-                before = pending.pop((index, capacity))
+            trials: list[tuple[float, int, float, _Trial]] = []
+            for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
+                if trials and min(rate for rate, *_ in trials) <= pending[index, capacity]:
+                    break  # rates hardly fall, so none that follows is likely to be less
+                if len(trials) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
+                    continue  # it only seems cheap: the others cost more, too, when they were measured again
                 if capacity not in self._lower_capacities(index):
-                    continue  # it is lower already, or all other blocks have been dropped since
-                trial = self._try(index, capacity, best)
+                    del pending[
+                        index, capacity
+                    ]  # it is lower already, or all other blocks have been dropped since
+                    continue
+                trial = self._try(index, capacity, _BATCHES_TO_JUDGE)
                 rate = self._rate(index, capacity, trial.loss)
-                pending[index, capacity] = _Rate(value=rate, step=step)
-                if before.measured and min(rate, before.value) > 0.0:
-                    rises.append(math.log(rate / before.value) / (step - before.step))
-                tried.append((rate, index, capacity))
-                if tried[-1] == min(tried):
-                    best = trial
-            if best is None:
+                measured[index, capacity], pending[index, capacity] = step, rate
+                trials.append((rate, index, capacity, trial))
+            if not trials:
                 return
-            _, index, capacity = min(tried)
-            self._take(index, capacity, best)
-            # From here on the block is lowered by less.
-            for move in [move for move in pending if move[0] == index]:
-                pending[move] = dataclasses.replace(pending[move], measured=False)
+            finalists = []
+            for _, index, capacity, trial in sorted(trials, key=itemgetter(0, 1, 2))[:_FINALISTS]:
+                whole = self._try(index, capacity, begun=trial)
+                rate = pending[index, capacity] = self._rate(index, capacity, whole.loss)
+                finalists.append((rate, index, capacity, whole))
+            _, index, capacity, trial = min(finalists, key=itemgetter(0, 1, 2))
+            self._take(index, capacity, trial)
             step += 1
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
@@ -291,60 +272,37 @@ class BlockSearch:
             module.load_state_dict(state)
 
     def _try(
-        self, index: int, capacity: float, best: _Trial | None = None, *, batches: int | None = None
+        self, index: int, capacity: float, batches: int | None = None, begun: _Trial | None = None
     ) -> _Trial:
         """Lower one block further, see what that leads to, and leave everything as it was.
-
-        A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
 
         Args:
             index: of the block.
             capacity: what it is lowered to.
-            best: of the trials of this step.
             batches: how many to measure on; all by default.
+            begun: the same on some batches, which need not be run again.
         """
         before, states = self.state.get(index, 1.0), self._states(index)
-        saving = self._saving(index, capacity)
         self._set(index, capacity)
         if (index, capacity) in self.fits:
             self._load(index, self.fits[index, capacity])
         else:
             self._fit(index)
             self.fits[index, capacity] = self._states(index)
-        losses: list[float] = []
-        later: dict[int, list[Tensor]] = {}
-        lag = 0.0
-        for batch in range(self.fitted, len(self.batches))[:batches]:
-            hidden = self.hidden[index][batch]
-            for block in self.blocks[self.blocks.index(index) :]:
-                if block != index:
-                    later.setdefault(block, []).append(hidden)
+        following = self.blocks[self.blocks.index(index) + 1 :]
+        losses = list(begun.losses) if begun else []
+        later = {block: list(begun.hidden[block]) if begun else [] for block in following}
+        for batch in range(self.fitted, len(self.batches))[len(losses) : batches]:
+            hidden, _ = self._segment(index, batch, self.hidden[index][batch])
+            for block in following:
+                later[block].append(hidden)
                 hidden, _ = self._segment(block, batch, hidden)
             losses.append(float(loss_sum(hidden, self.batches[batch])))
-            if best is not None and (lag := self._lag(losses, saving, best)):
-                break
-        if lag and best is not None:
-            loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
-        else:
-            added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
-            loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
+        added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
+        loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
         self._set(index, before)
         self._load(index, states)
-        return _Trial(
-            losses=losses, loss=loss, saving=saving, states=self.fits[index, capacity], hidden=later
-        )
-
-    def _lag(self, losses: list[float], saving: float, best: _Trial) -> float:
-        """How much more loss than `best` a trial adds per share of operations, if its batches leave little doubt.
-
-        In nats per token; 0 where the mean of the batches' differences is less than twice its standard error.
-        """
-        if len(losses) < _BATCHES_TO_JUDGE or best.loss <= self.loss or not math.isfinite(losses[-1]):
-            return 0.0
-        rates = zip(losses, best.losses, self.losses, strict=False)
-        lags = [(loss - now) / saving - (rival - now) / best.saving for loss, rival, now in rates]
-        mean, error = statistics.mean(lags), statistics.stdev(lags) / math.sqrt(len(lags))
-        return mean * len(self.losses) / self.targets_of_loss if mean > 2 * error else 0.0
+        return _Trial(losses=losses, loss=loss, states=self.fits[index, capacity], hidden=later)
 
     def _take(self, index: int, capacity: float, trial: _Trial) -> None:
         """Lower one block further for good."""

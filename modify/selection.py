@@ -81,10 +81,9 @@ def select_blocks(
     A step lowers one block to any lower capacity of the ladder. What it costs is measured, given all earlier steps: the
     block's bypass and router are fitted in closed form on three quarters of the rows, and the rest of the model is run
     on the first halves of the others. The step with the least loss per operation saved is taken. Costs rise as more
-    blocks are routed, much alike for all, so that a cost measured some steps ago says what it is by now: two to four
-    of the steps that are expected to be cheapest are measured again, after the lazy greedy algorithm (Minoux 1978),
-    which does so until none that is left can be cheaper. A trial that clearly loses more than the
-    best one of its step is given up after three batches or more (racing, Maron and Moore 1994). A block that the model
+    blocks are routed, much alike for all, so of the steps that were cheapest when last measured at most four are
+    measured again, beside those that were measured lately, after the lazy greedy algorithm (Minoux 1978): all on a few
+    rows, and the best two of them on the others (successive halving, Karnin et al. 2013). A block that the model
     cannot spare (see `BlockSelection.kept`) is never lowered.
 
     Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
