@@ -158,9 +158,8 @@ class BlockSearch:
 
         `report` is called when `alone` has grown.
         """
-        pending: dict[
-            tuple[int, float], float
-        ] = {}  # loss per share of operations, as last measured or guessed
+        # Loss per share of operations, as last measured or guessed.
+        pending: dict[tuple[int, float], float] = {}
         for index in self.allowed:
             if lower := self._lower_capacities(index):
                 loss = self._try(index, lower[0], _BATCHES_ALONE).loss
@@ -180,9 +179,8 @@ class BlockSearch:
                 if len(trials) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
                     continue  # it only seems cheap: the others cost more, too, when they were measured again
                 if capacity not in self._lower_capacities(index):
-                    del pending[
-                        index, capacity
-                    ]  # it is lower already, or all other blocks have been dropped since
+                    # It is lower already, or all other blocks have been dropped since.
+                    del pending[index, capacity]
                     continue
                 trial = self._try(index, capacity, _BATCHES_TO_JUDGE)
                 rate = self._rate(index, capacity, trial.loss)
