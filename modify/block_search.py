@@ -6,7 +6,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ _REFIT_EVERY = 8  # steps; in between, only the block that a step lowers is fitt
 _TRIED_PER_STEP = 4  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
-_BATCHES_TO_JUDGE = 3  # how many every candidate of a step is tried on
+_BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
 _BATCHES_ALONE = 4  # how many blocks alone are measured on: which are tried first, no more
-_FINALISTS = 2  # candidates per step that are tried on all batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,15 +56,17 @@ class _Trial:
     """What lowering one block leads to.
 
     Attributes:
-        losses: summed cross-entropy of each batch that was run, in nats.
-        loss: mean cross-entropy of all batches, in nats per token; of those that were not run, what the others let
-            expect.
+        losses: summed cross-entropy of each batch that was run, in nats; not of all, if the trial was given up.
+        loss: mean cross-entropy, in nats per token; of a trial that was given up, what its lag behind the best one of
+            its step on those batches lets expect.
+        saving: share of the dense model's operations.
         states: of the block's bypass and router, as fitted.
         hidden: by later block, its input in the batches that losses are measured on.
     """
 
     losses: list[float]
     loss: float
+    saving: float
     states: list[dict[str, Tensor]]
     hidden: dict[int, list[Tensor]]
 
@@ -133,7 +133,7 @@ class BlockSearch:
         self.kept: tuple[int, ...] = ()
         self._count_flops(graph, rows.shape[1])
         device = model_device(model)
-        measured = torch.arange(len(rows)) % 4 == 1
+        measured = torch.arange(len(rows)) % 3 == 1
         # As many texts at half the price: a trial's time goes into running the blocks behind the one it lowers.
         parts = rows[~measured], rows[measured, : max(2, rows.shape[1] // 2)]
         fitted = batches_of(parts[0], batch_size, device)
@@ -162,7 +162,7 @@ class BlockSearch:
         pending: dict[tuple[int, float], float] = {}
         for index in self.allowed:
             if lower := self._lower_capacities(index):
-                loss = self._try(index, lower[0], _BATCHES_ALONE).loss
+                loss = self._try(index, lower[0], batches=_BATCHES_ALONE).loss
                 self.alone[index] = loss - self.loss
                 # Lower ones are not measured yet; they will hardly cost less.
                 pending |= dict.fromkeys(((index, c) for c in lower), self._rate(index, lower[0], loss))
@@ -172,29 +172,27 @@ class BlockSearch:
         pending = {move: rate for move, rate in pending.items() if move[0] not in self.kept}
         step = 0
         while True:
-            trials: list[tuple[float, int, float, _Trial]] = []
+            best: _Trial | None = None
+            tried: list[tuple[float, int, float]] = []
             for index, capacity in sorted(pending, key=lambda move: (pending[move], move)):
-                if trials and min(rate for rate, *_ in trials) <= pending[index, capacity]:
+                if tried and min(tried)[0] <= pending[index, capacity]:
                     break  # rates hardly fall, so none that follows is likely to be less
-                if len(trials) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
+                if len(tried) >= _TRIED_PER_STEP and step - measured[index, capacity] > _LATELY:
                     continue  # it only seems cheap: the others cost more, too, when they were measured again
                 if capacity not in self._lower_capacities(index):
                     # It is lower already, or all other blocks have been dropped since.
                     del pending[index, capacity]
                     continue
-                trial = self._try(index, capacity, _BATCHES_TO_JUDGE)
-                rate = self._rate(index, capacity, trial.loss)
-                measured[index, capacity], pending[index, capacity] = step, rate
-                trials.append((rate, index, capacity, trial))
-            if not trials:
+                trial = self._try(index, capacity, best)
+                measured[index, capacity] = step
+                rate = pending[index, capacity] = self._rate(index, capacity, trial.loss)
+                tried.append((rate, index, capacity))
+                if tried[-1] == min(tried):
+                    best = trial
+            if best is None:
                 return
-            finalists = []
-            for _, index, capacity, trial in sorted(trials, key=itemgetter(0, 1, 2))[:_FINALISTS]:
-                whole = self._try(index, capacity, begun=trial)
-                rate = pending[index, capacity] = self._rate(index, capacity, whole.loss)
-                finalists.append((rate, index, capacity, whole))
-            _, index, capacity, trial = min(finalists, key=itemgetter(0, 1, 2))
-            self._take(index, capacity, trial)
+            _, index, capacity = min(tried)
+            self._take(index, capacity, best)
             step += 1
             if step % _REFIT_EVERY == 0:
                 self.loss = self.refit()
@@ -270,37 +268,60 @@ class BlockSearch:
             module.load_state_dict(state)
 
     def _try(
-        self, index: int, capacity: float, batches: int | None = None, begun: _Trial | None = None
+        self, index: int, capacity: float, best: _Trial | None = None, *, batches: int | None = None
     ) -> _Trial:
         """Lower one block further, see what that leads to, and leave everything as it was.
+
+        A trial that clearly loses more per operation than `best` is given up (racing, Maron and Moore 1994).
 
         Args:
             index: of the block.
             capacity: what it is lowered to.
+            best: of the trials of this step.
             batches: how many to measure on; all by default.
-            begun: the same on some batches, which need not be run again.
         """
         before, states = self.state.get(index, 1.0), self._states(index)
+        saving = self._saving(index, capacity)
         self._set(index, capacity)
         if (index, capacity) in self.fits:
             self._load(index, self.fits[index, capacity])
         else:
             self._fit(index)
             self.fits[index, capacity] = self._states(index)
-        following = self.blocks[self.blocks.index(index) + 1 :]
-        losses = list(begun.losses) if begun else []
-        later = {block: list(begun.hidden[block]) if begun else [] for block in following}
-        for batch in range(self.fitted, len(self.batches))[len(losses) : batches]:
-            hidden, _ = self._segment(index, batch, self.hidden[index][batch])
-            for block in following:
-                later[block].append(hidden)
+        losses: list[float] = []
+        later: dict[int, list[Tensor]] = {}
+        lag = 0.0
+        for batch in range(self.fitted, len(self.batches))[:batches]:
+            hidden = self.hidden[index][batch]
+            for block in self.blocks[self.blocks.index(index) :]:
+                if block != index:
+                    later.setdefault(block, []).append(hidden)
                 hidden, _ = self._segment(block, batch, hidden)
             losses.append(float(loss_sum(hidden, self.batches[batch])))
-        added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
-        loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
+            if best is not None and (lag := self._lag(losses, saving, best)):
+                break
+        if lag and best is not None:
+            loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
+        else:
+            added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
+            loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
         self._set(index, before)
         self._load(index, states)
-        return _Trial(losses=losses, loss=loss, states=self.fits[index, capacity], hidden=later)
+        return _Trial(
+            losses=losses, loss=loss, saving=saving, states=self.fits[index, capacity], hidden=later
+        )
+
+    def _lag(self, losses: list[float], saving: float, best: _Trial) -> float:
+        """How much more loss than `best` a trial adds per share of operations, if its batches leave little doubt.
+
+        In nats per token; 0 where the mean of the batches' differences is less than twice its standard error.
+        """
+        if len(losses) < _BATCHES_TO_JUDGE or best.loss <= self.loss or not math.isfinite(losses[-1]):
+            return 0.0
+        rates = zip(losses, best.losses, self.losses, strict=False)
+        lags = [(loss - now) / saving - (rival - now) / best.saving for loss, rival, now in rates]
+        mean, error = statistics.mean(lags), statistics.stdev(lags) / math.sqrt(len(lags))
+        return mean * len(self.losses) / self.targets_of_loss if mean > 2 * error else 0.0
 
     def _take(self, index: int, capacity: float, trial: _Trial) -> None:
         """Lower one block further for good."""

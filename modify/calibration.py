@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-METRIC_ROWS = 8  # of the calibration rows, for the gradients of `modify.loss_metric`
+METRIC_ROWS = 16  # of the calibration rows, for the gradients of `modify.loss_metric`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +151,7 @@ def calibrate(
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
         metrics: by block, the loss metric of step 2, as `BlockSelection` has them; by default they are worked out on
-            8 of the rows.
+            16 of the rows.
         progress: called with (blocks done, blocks in all).
 
     Raises:

@@ -79,12 +79,12 @@ def select_blocks(
     """Choose blocks and capacities greedily until the model takes no more than `flops` of the dense model's operations.
 
     A step lowers one block to any lower capacity of the ladder. What it costs is measured, given all earlier steps: the
-    block's bypass and router are fitted in closed form on three quarters of the rows, and the rest of the model is run
-    on the first halves of the others. The step with the least loss per operation saved is taken. Costs rise as more
+    block's bypass and router are fitted in closed form on two thirds of the rows, and the rest of the model is run on
+    the first halves of the others. The step with the least loss per operation saved is taken. Costs rise as more
     blocks are routed, much alike for all, so of the steps that were cheapest when last measured at most four are
-    measured again, beside those that were measured lately, after the lazy greedy algorithm (Minoux 1978): all on a few
-    rows, and the best two of them on the others (successive halving, Karnin et al. 2013). A block that the model
-    cannot spare (see `BlockSelection.kept`) is never lowered.
+    measured again, beside those that were measured lately, after the lazy greedy algorithm (Minoux 1978). A trial that
+    clearly loses more than the best one of its step is given up after three batches or more (racing, Maron and Moore
+    1994). A block that the model cannot spare (see `BlockSelection.kept`) is never lowered.
 
     Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
 
@@ -100,7 +100,7 @@ def select_blocks(
         tokenizer: for text; by default the one in the model's checkpoint directory.
         length: tokens per row; None for 512, or the model's context where that is shorter. A `PackedDataset` has its
             own.
-        rows: how many rows to use, spread evenly over the data; three quarters of them to fit, a quarter to measure.
+        rows: how many rows to use, spread evenly over the data; two thirds of them to fit, a third to measure.
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
         progress: called with (done, to do): blocks measured alone, and hundredths of the operations saved.
