@@ -30,7 +30,7 @@ _TRIED_PER_STEP = 4  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
 _BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
-_BATCHES_ALONE = 4  # how many blocks alone are measured on: which are tried first, no more
+_BATCHES_ALONE = 4  # how many blocks alone are measured on; what is chosen is measured on all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Step:
     Attributes:
         block: its index.
         capacity: what it is lowered to; 0 drops the block.
-        loss: mean cross-entropy on the calibration text after this step, in nats per token. Blocks lowered earlier are
+        loss: mean cross-entropy on the measured text after this step, in nats per token. Blocks lowered earlier are
             fitted anew every few steps only.
         flops_ratio: operations of the whole model after this step, relative to the dense model's.
     """
@@ -134,7 +134,8 @@ class BlockSearch:
         self._count_flops(graph, rows.shape[1])
         device = model_device(model)
         measured = torch.arange(len(rows)) % 3 == 1
-        # As many texts at half the price: a trial's time goes into running the blocks behind the one it lowers.
+        # As many texts at half the price: a trial's time goes into running the blocks behind the one it lowers. What
+        # comes late in a row does not count, and the first tokens, which run always, count double.
         parts = rows[~measured], rows[measured, : max(2, rows.shape[1] // 2)]
         fitted = batches_of(parts[0], batch_size, device)
         others = batches_of(parts[1], max(1, min(batch_size, len(parts[1]) // _BATCHES)), device)
@@ -303,8 +304,7 @@ class BlockSearch:
         if lag and best is not None:
             loss = self.loss + saving * ((best.loss - self.loss) / best.saving + lag)
         else:
-            added = (sum(losses) - sum(self.losses[: len(losses)])) * len(self.losses) / len(losses)
-            loss = self._mean([*self.losses, added], f"block {index} at capacity {capacity}")
+            loss = self._expected_loss(losses, f"block {index} at capacity {capacity}")
         self._set(index, before)
         self._load(index, states)
         return _Trial(
@@ -356,6 +356,14 @@ class BlockSearch:
                 self.hidden[self.blocks[self.blocks.index(index) + 1]] = passed
             self.targets.setdefault(index, outputs[: self.fitted])  # the first run is the dense model's
         return losses
+
+    def _expected_loss(self, losses: list[float], what: str) -> float:
+        """Return the loss per token that the first batches, or all, let expect."""
+        if len(losses) == len(self.losses):
+            return self._mean(losses, what)
+        targets = sum(ids[:, 1:].numel() for ids in self.batches[self.fitted :][: len(losses)])
+        added = (sum(losses) - sum(self.losses[: len(losses)])) / targets
+        return self._mean([(self.loss + added) * self.targets_of_loss], what)
 
     def _mean(self, losses: list[float], what: str) -> float:
         """Return the loss per token, if it is one: comparing NaN would choose blocks at random."""

@@ -150,8 +150,8 @@ def calibrate(
         rows: how many rows to use, spread evenly over the data.
         batch_size: rows per forward pass.
         precision: `fp32`, or `bf16`: blocks run under autocast, while everything is fitted in float32.
-        metrics: by block, the loss metric of step 2, as `BlockSelection` has them; by default they are worked out on
-            16 of the rows.
+        metrics: by routed block, the loss metric `[D, D]` of step 2, as `BlockSelection` has them; by default they are
+            worked out on 16 of the rows. Random routing needs none.
         progress: called with (blocks done, blocks in all).
 
     Raises:

@@ -238,6 +238,8 @@ def _calibrated(
         metrics=None if selection is None else selection.metrics,
         progress=_phase(progress, "calibrating"),
     )
+    if selection is not None:
+        selection = dataclasses.replace(selection, metrics={})  # a matrix per block
     return graph, selection, report
 
 

@@ -30,13 +30,15 @@ class BlockSelection:
 
     Attributes:
         config: the options that it started from, with `layers` and `capacity` filled in.
-        dense_loss: of the dense model on the same text, in nats per token.
-        alone: by block, what lowering it alone to the first capacity of the ladder adds to the loss.
+        dense_loss: of the dense model, in nats per token of the measured text: first halves of a third of the rows, as
+            all losses here.
+        alone: by block, what lowering it alone to the first capacity of the ladder adds to the loss, on up to four
+            batches.
         kept: blocks that the model cannot spare: alone they cost more than ten times the median, and 0.1 nats.
         steps: the choices, in order.
         loss: of the chosen model, all its blocks fitted, in nats per token.
         flops_ratio: operations of the chosen model, relative to the dense model's.
-        metrics: by block, the loss metric behind it, `[D, D]` in float32, for `modify.calibrate`; see
+        metrics: by routed block, the loss metric behind it, `[D, D]` in float32, for `modify.calibrate`; see
             `modify.loss_metric`; none for random routing.
     """
 
@@ -86,7 +88,8 @@ def select_blocks(
     clearly loses more than the best one of its step is given up after three batches or more (racing, Maron and Moore
     1994). A block that the model cannot spare (see `BlockSelection.kept`) is never lowered.
 
-    Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block.
+    Memory, beside the model: two hidden states of the rows and a float32 matrix `[D, D]` per block, and a copy of the
+    bypass and the router of every step that was tried since all were fitted anew.
 
     Args:
         model: a dense Hugging Face causal LM with its weights; left as it is.
@@ -172,7 +175,7 @@ def select_blocks(
         steps=tuple(steps),
         loss=loss,
         flops_ratio=steps[-1].flops_ratio,
-        metrics={index: search.metrics[index] for index in layers if index in search.metrics},
+        metrics={i: search.metrics[i] for i, capacity in layers.items() if capacity and i in search.metrics},
     )
 
 

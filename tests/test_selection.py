@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import write_llama
 from families import tiny_model
 
 import modify
 from modify.block_search import BlockSearch
+from modify.calibration import CalibrationOptions
+from modify.conversion import convert_checkpoint
 from modify.convert import route_by_predictor
 from modify.data import PackedDataset
 from modify.errors import CheckpointError, ConfigError, ModifyError
@@ -193,6 +196,12 @@ def test_the_choice_is_drawn(selection, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["choice.png"]
 
 
+def search_of(dense, rows, batch_size=1, capacities=(0.3,)):
+    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
+    model = modify.MoDForCausalLM.from_dense(dense, config)
+    return BlockSearch(model, rows, batch_size, capacities, "fp32")
+
+
 class ScriptedSearch(BlockSearch):
     """A search whose costs are written down: of each block, what it adds each time that it is measured."""
 
@@ -203,8 +212,10 @@ class ScriptedSearch(BlockSearch):
         self.capacities, self.dense_flops = (0.0,), 100
         self.flops = {(index, capacity): int(10 * capacity) for index in costs for capacity in (0.0, 1.0)}
         self.state, self.alone, self.loss = {}, {}, 0.0
+        self.on_few = 0
 
-    def _try(self, index, capacity, best=None, **options):
+    def _try(self, index, capacity, best=None, *, batches=None):
+        self.on_few += batches is not None
         return SimpleNamespace(loss=self.loss + next(self.costs[index]))
 
     def _take(self, index, capacity, trial):
@@ -216,6 +227,7 @@ def test_a_block_that_was_measured_lately_is_not_passed_over_for_those_that_only
     search = ScriptedSearch({0: [0.010, 0.030, 0.030], 1: [0.011, 0.011], **stale})
     steps = search.steps(lambda: None)
     assert [next(steps).block for _ in range(2)] == [1, 0]
+    assert search.on_few == 8  # blocks alone
 
 
 def test_a_trial_that_clearly_loses_more_is_given_up():
@@ -239,8 +251,7 @@ def test_a_trial_that_clearly_loses_more_is_given_up():
 
 @torch.no_grad()
 def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
-    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
-    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.3,), "fp32")
+    search = search_of(dense, rows.rows)
     trials = {index: search._try(index, 0.3) for index in search.blocks}
     best, worst = trials[0], trials[2]
     assert search.loss < best.loss < worst.loss
@@ -254,15 +265,13 @@ def test_racing_ends_a_trial_early_and_ranks_it_behind(dense, rows):
 
 def test_losses_are_measured_on_several_batches_however_large_a_batch_may_be(dense, rows):
     """Whether a trial is given up is judged batch by batch."""
-    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
-    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 12, (0.3,), "fp32")
+    search = search_of(dense, rows.rows, batch_size=12)
     assert [len(batch) for batch in search.batches] == [8, 1, 1, 1, 1]
 
 
 @torch.no_grad()
 def test_a_fit_is_made_once_until_all_blocks_are_fitted_anew(dense, rows, monkeypatch):
-    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
-    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.5, 0.3), "fp32")
+    search = search_of(dense, rows.rows, capacities=(0.5, 0.3))
     first = search._try(0, 0.5)
     search._take(3, 0.3, search._try(3, 0.3))
     fitted = []
@@ -271,7 +280,7 @@ def test_a_fit_is_made_once_until_all_blocks_are_fitted_anew(dense, rows, monkey
     again = search._try(0, 0.5)
     assert fitted == []
     assert again.losses != first.losses  # block 3 was lowered in between
-    search._load(0, first.states)
+    search._load(0, [{name: torch.ones_like(t) for name, t in state.items()} for state in first.states])
     search._set(0, 0.5)
     fit(0)
     for kept, made in zip(again.states, search._states(0), strict=True):
@@ -285,10 +294,28 @@ def test_a_fit_is_made_once_until_all_blocks_are_fitted_anew(dense, rows, monkey
 
 @torch.no_grad()
 def test_a_trial_on_a_few_batches_says_what_they_say(dense, rows):
-    config = dataclasses.replace(CONFIG, every=1, first_dense=0, last_dense=0, capacity=0.5)
-    search = BlockSearch(modify.MoDForCausalLM.from_dense(dense, config), rows.rows, 1, (0.3,), "fp32")
+    text = rows.rows[:, :32].repeat(5, 1)[:57]
+    search = search_of(dense, text, batch_size=8)
+    assert [len(batch) for batch in search.batches[search.fitted :]] == [2] * 9 + [1]
     whole, few = search._try(2, 0.3), search._try(2, 0.3, batches=2)
     assert few.losses == whole.losses[:2]
-    targets = LENGTH // 2 - 1
     added = sum(few.losses) - sum(search.losses[:2])
-    assert few.loss - search.loss == pytest.approx(added / (2 * targets))
+    assert few.loss - search.loss == pytest.approx(added / (4 * 15))
+    assert whole.loss == sum(whole.losses) / (19 * 15)
+
+
+def test_a_conversion_works_out_gradients_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("modify.calibration.loss_metrics", lambda *args: pytest.fail("the search has them"))
+    text = torch.randint(257, (8 * 64,), generator=torch.Generator().manual_seed(0))
+    options = CalibrationOptions(
+        data=PackedDataset(text.numpy(), 64), flops=0.9, capacities=(0.5,), rows=4, batch_size=2
+    )
+    found = convert_checkpoint(
+        write_llama(tmp_path / "dense"),
+        tmp_path / "mod",
+        modify.MoDConfig(bypass="linear"),
+        calibration=options,
+    )
+    assert found.calibration is not None
+    assert found.selection is not None
+    assert found.selection.metrics == {}
