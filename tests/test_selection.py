@@ -306,16 +306,12 @@ def test_a_trial_on_a_few_batches_says_what_they_say(dense, rows):
 
 def test_a_conversion_works_out_gradients_once(tmp_path, monkeypatch):
     monkeypatch.setattr("modify.calibration.loss_metrics", lambda *args: pytest.fail("the search has them"))
-    text = torch.randint(257, (8 * 64,), generator=torch.Generator().manual_seed(0))
+    dense = write_llama(tmp_path / "dense", context=LENGTH)
+    text = torch.randint(257, (6 * LENGTH,), generator=torch.Generator().manual_seed(0))
     options = CalibrationOptions(
-        data=PackedDataset(text.numpy(), 64), flops=0.9, capacities=(0.5,), rows=4, batch_size=2
+        data=PackedDataset(text.numpy(), LENGTH), flops=0.9, capacities=(0.5,), rows=4, batch_size=2
     )
-    found = convert_checkpoint(
-        write_llama(tmp_path / "dense"),
-        tmp_path / "mod",
-        modify.MoDConfig(bypass="linear"),
-        calibration=options,
-    )
+    found = convert_checkpoint(dense, tmp_path / "mod", CONFIG, calibration=options)
     assert found.calibration is not None
     assert found.selection is not None
     assert found.selection.metrics == {}
