@@ -30,7 +30,7 @@ _TRIED_PER_STEP = 4  # candidates that were not measured lately
 _LATELY = 2  # steps; a cost that was measured since then still holds, nearly
 _BATCHES = 8  # that losses are measured on, at least, where there are as many rows
 _BATCHES_TO_JUDGE = 3  # how many a trial is run on at least
-_BATCHES_ALONE = 4  # how many blocks alone are measured on; what is chosen is measured on all
+_BATCHES_ALONE = 4  # how many blocks alone are measured on; they say which are kept, and tried first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
