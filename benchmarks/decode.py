@@ -39,6 +39,7 @@ from modify.passes.base import block_calls
 from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
+_EXPORTED = ("checkpoint", "random", "layers", "capacity", "predictor", "attend", "length", "chunk")  # options
 DENSE, ROUTED = "dense", "routed"
 console = Console(stderr=True)
 
@@ -57,6 +58,9 @@ def export(options: argparse.Namespace) -> dict[str, Path]:
     """Write the bundles and the bytes of their weights, unless an earlier run has."""
     bundles = {name: options.work / name for name in (DENSE, ROUTED)}
     facts = options.work / "bytes.json"
+    exported = {name: str(getattr(options, name)) for name in _EXPORTED}
+    if facts.exists() and json.loads(facts.read_text(encoding="utf-8"))["exported"] != exported:
+        raise SystemExit(f"{options.work} has bundles of other options; give these, or another --work")
     missing = [name for name, path in bundles.items() if not (path / "manifest.json").exists()]
     if not missing and facts.exists():
         return bundles
@@ -73,7 +77,7 @@ def export(options: argparse.Namespace) -> dict[str, Path]:
     else:
         source = load_dense(options.checkpoint, dtype=torch.float32)
     model = MoDForCausalLM.from_dense(source, config)
-    facts.write_text(json.dumps(weight_bytes(model, layers)), encoding="utf-8")
+    facts.write_text(json.dumps({**weight_bytes(model, layers), "exported": exported}), encoding="utf-8")
     rows = torch.randint(model.config.vocab_size, (_CALIBRATION_ROWS, min(512, options.length)))
     calibrate_thresholds(model, rows)  # so that untrained predictors run the capacity as well
     for name in missing:

@@ -132,10 +132,12 @@ def measure(engine: GenerationEngine, rounds: int, new_tokens: int, threads: int
     for kind in random.permutation(VARIANTS * _SESSIONS).tolist():
         model = onnx_ir.load(engine.folder / graph.file)
         manifest = variant(model, engine.manifest, kind)
-        path = engine.folder / f"{kind}.onnx"
+        path = engine.folder / f".{kind}.onnx"  # beside its weights; a bundle may have hidden files
         onnx_ir.save(model, path)
-        sessions.append((kind, manifest, create_session(path, threads=threads, prepack=False)))
-        path.unlink()
+        try:
+            sessions.append((kind, manifest, create_session(path, threads=threads, prepack=False)))
+        finally:
+            path.unlink()
     times: list[list[float]] = [[] for _ in sessions]
     for _ in range(rounds):
         states = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from modify.errors import ConfigError, ExportError, first_line
 from modify.export.bundle import read_json
+from modify.generation_checks import TEMPLATE_ERRORS
 
 _JINJA = "jinja2>=3.1.6"  # older ones let a template out of the sandbox
 _UNFINISHED = "\ufffd"  # how bytes read that are no whole character
@@ -89,7 +90,7 @@ class BundleTokenizer:
             ExportError: jinja2 is missing, or the template is damaged.
         """
         template = self._template()
-        if template is None:
+        if not template:
             raise ConfigError(
                 "the tokenizer has no chat template; leave out chat, and write the prompt in full"
             )
@@ -108,16 +109,23 @@ class BundleTokenizer:
                     **self.special_tokens,
                 )
             )
-        except errors.TemplateError as error:
+        except (errors.TemplateError, *TEMPLATE_ERRORS) as error:
             raise ConfigError(f"the chat template refuses the messages: {first_line(error)}") from error
 
     def _template(self) -> str | None:
         path = self.bundle / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        template = self.config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            if path.is_file():
+                return path.read_text(encoding="utf-8")
+            template = self.config.get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        except (OSError, UnicodeDecodeError, LookupError, TypeError) as error:
+            raise ExportError(
+                f"{self.bundle}: the chat template cannot be read: {first_line(error)}"
+            ) from error
+        if not isinstance(template, str | None):
+            raise ExportError(f"{self.bundle}: the chat template is no text, but {template!r}")
         return template
 
 

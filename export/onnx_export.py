@@ -24,7 +24,12 @@ from modify.data import pack, read_texts
 from modify.errors import CheckpointError, ExportError, first_line
 from modify.export.bundle import M
 from modify.export.engine import import_onnxruntime
-from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place, scale_norms
+from modify.export.onnx_rewrites import (
+    divide_by_roots,
+    keep_weights_in_branches,
+    keep_weights_in_place,
+    scale_norms,
+)
 from modify.ops.modules import RandomRouter
 from modify.passes.base import longest_sequence
 
@@ -182,6 +187,7 @@ def export_graph(
     divide_by_roots(program.model)
     scale_norms(program.model)
     keep_weights_in_place(program.model)
+    keep_weights_in_branches(program.model)
     return program.model
 
 

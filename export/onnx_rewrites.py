@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir
 
+_SMALL_BYTES = 64  # shapes, indices and single numbers
+
 
 def divide_by_roots(model: onnx_ir.Model) -> None:
     """Replace `x * (1 / y)` by `x / y`.
@@ -110,6 +112,39 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
             graph.remove(node, safe=True)
             result.name, new.name = None, name
     RemoveUnusedNodesPass()(model)
+
+
+def keep_weights_in_branches(model: onnx_ir.Model) -> None:
+    """Move the weights that one branch of an `If` reads into that branch, and copies of small constants.
+
+    ONNX Runtime hands an `If` all values of the graph around it that any of its branches reads, before it is known which
+    one runs: a token that skips a block would spend much of its time on the block's weights.
+    """
+    import onnx_ir
+
+    for node in [node for node in model.graph if node.op_type == "If"]:
+        for name, attribute in node.attributes.items():
+            branch = attribute.as_graph()
+            read = [value for inner in branch for value in inner.inputs if value is not None]
+            for value in [value for value in dict.fromkeys(read) if value.is_initializer()]:
+                tensor = value.const_value
+                if value.graph is not model.graph or tensor is None or value.is_graph_output():
+                    continue
+                users = {user.graph for user, _ in value.uses()}
+                if users != {branch} and tensor.nbytes > _SMALL_BYTES:
+                    continue
+                kept = onnx_ir.Value(
+                    name=f"{node.outputs[0].name}_{name}_{value.name}",
+                    shape=value.shape,
+                    type=value.type,
+                    const_value=tensor,
+                )
+                branch.register_initializer(kept)
+                for user, position in list(value.uses()):
+                    if user.graph is branch:
+                        user.replace_input_with(position, kept)
+                if not value.uses():
+                    del model.graph.initializers[value.name]
 
 
 def _name(base: str | None, *nodes: onnx_ir.Node) -> None:

@@ -64,8 +64,7 @@ class CachedGeneration:
         Raises:
             ConfigError: the draft is another model's, or verification is not to be dense.
         """
-        draft = kwargs.get("assistant_model")
-        if isinstance(draft, Draft):
+        for draft in (value for value in (*args, *kwargs.values()) if isinstance(value, Draft)):
             if draft.model is not self:
                 raise ConfigError("the draft is another model's; make one by draft() of this model")
             if kwargs.setdefault("routing", "dense") != "dense":

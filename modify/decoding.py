@@ -79,15 +79,17 @@ class Decoder:
         if routing in self._refusals:
             raise CacheError(self._refusals[routing])
         if routing not in self._graphs:
+            if routing != "dense":
+                self.graphs(model, "dense")  # which is compared with the model
             try:
                 source = self.converted.meta["dense_graph"] if routing == "dense" else self.converted
                 found = CachedGraphs(*(_lowered(source, self.options, p) for p in (CACHED, CACHED_LAST)))
-                if not self._graphs:
-                    self._check(model, self.graphs(model, "dense") if routing != "dense" else found)
-                self._graphs[routing] = found
+                if routing == "dense":
+                    self._check(model, found)
             except ModifyError as error:
                 self._refusals[routing] = f"this model cannot be decoded with a cache: {error}"
                 raise CacheError(self._refusals[routing]) from error
+            self._graphs[routing] = found
         return self._graphs[routing]
 
     def run(
@@ -177,7 +179,7 @@ def _run(
     if length == 0:
         raise CacheError("there is no new token: every column of input_ids is in the cache already")
     device = input_ids.device
-    memory, real = cache.begin(batch, length, attention_mask)
+    memory, real = cache.begin(batch, length, attention_mask, keep)
     packing = None
     if real is not None:
         if not is_right_padded(real):

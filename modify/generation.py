@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from modify.errors import CacheError, ConfigError
-from modify.generation_checks import check_room, check_sampling
+from modify.errors import CacheError, ConfigError, first_line
+from modify.generation_checks import TEMPLATE_ERRORS, check_room, check_sampling
 from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
 from modify.modeling import MoDForCausalLM
@@ -164,7 +165,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> tupl
                 "the tokenizer has no chat template; leave out chat, and write the prompt in full"
             )
         turns = [{"role": "user", "content": prompt}]
-        prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        try:
+            prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            raise ConfigError(f"the chat template refuses the messages: {first_line(error)}") from error
     ids = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:
         if tokenizer.bos_token_id is None:

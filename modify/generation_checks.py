@@ -5,6 +5,9 @@ from __future__ import annotations
 from modify.config import MOST_SEED, check_integer
 from modify.errors import ConfigError
 
+# What a chat template's own mistakes raise, beside jinja2's errors: it adds a text to a number, divides by 0.
+TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError)
+
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
     """Check how tokens are to be drawn.

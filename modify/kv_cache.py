@@ -50,7 +50,9 @@ class MoDCache(Cache):
         """How many tokens skipped a block although its predictor selected them, all blocks and sequences together."""
         return sum(sum(block.overflow) for block in self.usage().values())
 
-    def begin(self, batch: int, length: int, attention_mask: Tensor | None) -> tuple[Memory, Tensor | None]:
+    def begin(
+        self, batch: int, length: int, attention_mask: Tensor | None, keep: int = 0
+    ) -> tuple[Memory, Tensor | None]:
         """Begin a call with `[batch, length]` new tokens.
 
         Args:
@@ -58,6 +60,7 @@ class MoDCache(Cache):
             length: of the new tokens.
             attention_mask: `[B, columns + S]` with the columns seen before, non-zero for real tokens; None: all new
                 tokens are real.
+            keep: how many logits of each sequence's last tokens are asked for; 0 for those of all new tokens.
 
         Returns:
             The memory of earlier tokens, and `[B, S]` bool, True for real tokens; None when all are.
@@ -69,27 +72,37 @@ class MoDCache(Cache):
             raise CacheError(
                 "an earlier call with this cache was interrupted, so it holds half a step; make a new one"
             )
-        if self.memory is None:
-            self.memory = Memory(self.kinds, batch)
-            self._columns = torch.ones(batch, 0, dtype=torch.bool)
-        assert self._columns is not None
-        if batch != len(self.memory.seen):
-            raise CacheError(f"the cache holds {len(self.memory.seen)} sequences, and is given {batch}")
+        memory = Memory(self.kinds, batch) if self.memory is None else self.memory
+        columns = torch.ones(batch, 0, dtype=torch.bool) if self._columns is None else self._columns
+        if batch != len(memory.seen):
+            raise CacheError(f"the cache holds {len(memory.seen)} sequences, and is given {batch}")
         new = torch.ones(batch, length, dtype=torch.bool)
         if attention_mask is not None:
-            seen = self._columns.shape[1]
+            seen = columns.shape[1]
             if attention_mask.shape != (batch, seen + length):
                 raise CacheError(
                     f"attention_mask is {list(attention_mask.shape)}, expected {[batch, seen + length]}: "
                     f"{seen} columns seen before and {length} new ones"
                 )
             real = (attention_mask != 0).cpu()
-            if not torch.equal(real[:, :seen], self._columns):
+            if not torch.equal(real[:, :seen], columns):
                 raise CacheError("attention_mask hides or shows other earlier tokens than it did before")
             new = real[:, seen:]
+        counts = new.sum(dim=1).tolist()
+        if keep > 1 and min(counts) < min(keep, length):
+            raise CacheError(
+                f"logits_to_keep={keep}: a sequence has {min(counts)} new tokens, and logits of earlier ones are not "
+                "kept; ask for 1, or 0 for all"
+            )
+        pairs = zip(memory.seen, counts, strict=True)
+        if self.last_logits is None and any(seen and not count for seen, count in pairs):
+            raise CacheError(
+                "a sequence has no new token, and the logits of its last one were forgotten by crop; crop one token "
+                "more, and give it again"
+            )
+        self.memory, self._columns = memory, torch.cat([columns, new], dim=1)
         self._in_use = True
-        self._columns = torch.cat([self._columns, new], dim=1)
-        return self.memory, None if bool(new.all()) else new
+        return memory, None if bool(new.all()) else new
 
     def borrow(self, routing: str, kinds: Mapping[int, BlockKind]) -> MoDCache:
         """Return a cache for another routing that starts with the tokens in this one, whose keys and values it shares.

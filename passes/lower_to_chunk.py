@@ -48,7 +48,7 @@ from modify.passes.base import (
     routing_of,
     sequence_input,
 )
-from modify.passes.builder import Builder, symbolic_tensor
+from modify.passes.builder import Builder, fake_call, symbolic_tensor
 from modify.passes.lower_to_cached import argument_about_keys
 from modify.passes.part_calls import shared_values
 
@@ -243,6 +243,10 @@ class _Lowering:
         new.meta |= {"most_tokens": limit, "routes": int(str(scores.target).rpartition(".")[2])}
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+        # It selects no more than the chunk has, where `old` had slots for any length.
+        for user in new.users:
+            if user.target is gather_tokens:
+                user.meta["val"] = fake_call(self.graph, user.target, user.args, user.kwargs)
         self.selections.append(new)
 
     def _lower_block(self, index: int, block: fx.Node) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import modify
 
-FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "mixtral")
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "mixtral", "mistral")  # of mistral all blocks have a window
 ATTEND = ("selected", "all")
 
 

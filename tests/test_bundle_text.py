@@ -146,10 +146,31 @@ def test_templates_cannot_reach_out(tmp_path: Path) -> None:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ConfigError, "refuses the messages: access to"),
         ("{{ messages.append(1) }}", ConfigError, "refuses the messages"),
         ("{% for %}", ExportError, "the chat template is damaged"),
+        ("{{ 1 + 'a' }}", ConfigError, "refuses the messages: unsupported operand"),
+        ("{% for x in 5 %}{% endfor %}", ConfigError, "refuses the messages: 'int' object is not iterable"),
+        ("{{ 1 / 0 }}", ConfigError, "refuses the messages: division by zero"),
     ):
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(error, match=message):
             BundleTokenizer(tmp_path).chat(messages)
+
+
+def test_damaged_templates_are_named(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for template, message in (
+        ([{"name": "x"}], "cannot be read: 'template'"),
+        (["x"], "cannot be read: string indices"),
+        (5, "is no text, but 5"),
+    ):
+        path.write_text(json.dumps(config | {"chat_template": template}))
+        with pytest.raises(ExportError, match=f"the chat template {message}"):
+            BundleTokenizer(tmp_path).chat([])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ExportError, match="the chat template cannot be read: 'utf-8' codec"):
+        BundleTokenizer(tmp_path).chat([])
 
 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

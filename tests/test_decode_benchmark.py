@@ -45,8 +45,12 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
         "--work",
         str(tmp_path / "work"),
         *sizes,
+        "--layers",
+        "1",
+        "--capacity",
+        "0.25",
     ]
-    decode.main([*command, "--layers", "1", "--capacity", "0.25", "--json", str(tmp_path / "out.json")])
+    decode.main([*command, "--json", str(tmp_path / "out.json")])
     dense, mod = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["arms"]
     assert (dense["speedup"], dense["limit"], dense["routed_blocks_run"]) == (1.0, None, None)
     assert len(mod["pairs"]) == 2
@@ -59,7 +63,7 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
     assert "routed" in capsys.readouterr().out
     written = (tmp_path / "work" / "routed" / "manifest.json").stat().st_mtime_ns
     decode.main(
-        [*command, "--layers", "1", "--skip-cost", "--json", str(tmp_path / "out.json")],
+        [*command, "--skip-cost", "--json", str(tmp_path / "out.json")],
     )
     assert (tmp_path / "work" / "routed" / "manifest.json").stat().st_mtime_ns == written  # not exported anew
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -71,6 +75,8 @@ def test_both_bundles_are_measured(tmp_path: Path, capsys: Any) -> None:
         "prefill.onnx",
         "decode.onnx",
     }
+    with pytest.raises(SystemExit, match="has bundles of other options"):
+        decode.main([*command, "--capacity", "0.5"])
 
 
 def test_the_checkpoint_of_the_wheel_can_be_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

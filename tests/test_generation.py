@@ -147,6 +147,10 @@ def test_chat_template(model: PreTrainedModel) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
     with pytest.raises(ConfigError, match="no chat template"):
         generate_text(model, bare, "Hi", chat=True)
+    for template, reason in (("{{ 1 + 'a' }}", "unsupported operand"), ("{{ raise_exception('no') }}", "no")):
+        bare.chat_template = template
+        with pytest.raises(ConfigError, match=f"the chat template refuses the messages: {reason}"):
+            generate_text(model, bare, "Hi", chat=True)
 
 
 @pytest.mark.parametrize(

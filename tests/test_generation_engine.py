@@ -196,6 +196,12 @@ def test_candidates_are_those_of_transformers(options: dict[str, Any], temperatu
     np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-308, 1e-3])
+def test_a_tiny_temperature_draws_the_likeliest(temperature: float) -> None:
+    logits = np.array([10.0, 50.0, 30.0], np.float32)
+    assert Sampling(temperature=temperature).choose(logits, np.random.default_rng(0)) == 1
+
+
 def test_draws_follow_the_probabilities() -> None:
     sampling = Sampling(temperature=1.0, top_k=3)
     logits = np.log(np.array([0.5, 0.05, 0.3, 0.15], np.float32))

@@ -52,10 +52,38 @@ def test_what_does_not_fit_is_refused(model):
         model(ids, labels=ids, cache=cache)
     with pytest.raises(ConfigError, match="cache_implementation='static'"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(CacheError, match="logits_to_keep=2: a sequence has 1 new tokens"):
+        short = mask[:, :11].clone()
+        short[1, 10] = 0
+        model(ids[:, :2], cache=cache, attention_mask=short, logits_to_keep=2)
     # None of that has touched what is held.
     again = model(ids[:, :3], cache=cache, attention_mask=mask).logits
     expected = model(torch.cat([ids, ids[:, :3]], dim=1)).logits[:, 9:]
     assert (again - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_an_empty_cache_empty(model):
+    cache = model.new_cache()
+    with pytest.raises(CacheError, match="attention_mask is"):
+        model(token_ids(2, 4), cache=cache, attention_mask=torch.ones(2, 3))
+    assert model(token_ids(1, 4), cache=cache).logits.shape == (1, 4, 99)
+
+
+@torch.no_grad()
+def test_a_sequence_without_a_new_token_keeps_its_last_logits(model):
+    ids, cache = token_ids(2, 6), model.new_cache()
+    last = model(ids[:, :4], cache=cache, logits_to_keep=1).logits
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    assert torch.equal(
+        model(ids[:, 4:5], cache=cache, attention_mask=mask, logits_to_keep=1).logits[1], last[1]
+    )
+    cache.crop(-1)
+    with pytest.raises(CacheError, match="no new token, and the logits of its last one were forgotten by crop"):
+        model(ids[:, 4:5], cache=cache, attention_mask=mask, logits_to_keep=1)
+    cache.crop(-1)
+    again = model(ids[:, 3:5], cache=cache, attention_mask=mask, logits_to_keep=1).logits
+    torch.testing.assert_close(again[1], last[1], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -100,7 +128,7 @@ def test_models_that_cannot_be_decoded_with_a_cache_say_so_and_go_without(name, 
     with pytest.warns(UserWarning, match=f"{reason}.*; every step runs the whole sequence"):
         tokens = model.generate(ids, **options)
     assert torch.equal(tokens, model.generate(ids, use_cache=False, **options))
-    with pytest.raises(CacheError, match=reason):
+    with pytest.raises(CacheError, match=f"^this model cannot be decoded with a cache: (?!this).*{reason}"):
         model(ids, use_cache=True)
 
 

@@ -7,7 +7,12 @@ import onnx_ir
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from modify.export.onnx_rewrites import divide_by_roots, keep_weights_in_place, scale_norms
+from modify.export.onnx_rewrites import (
+    divide_by_roots,
+    keep_weights_in_branches,
+    keep_weights_in_place,
+    scale_norms,
+)
 
 
 def model(nodes, weights) -> onnx_ir.Model:
@@ -127,3 +132,56 @@ def test_norms_with_a_weight_and_other_divisions_are_left_alone():
         before = operators(found)
         scale_norms(found)
         assert operators(found) == before
+
+
+def branches() -> onnx_ir.Model:
+    """Either `x w + small`, or `x v`, and `v` is read outside, too."""
+    out = helper.make_tensor_value_info("r", TensorProto.FLOAT, None)
+    product = [
+        helper.make_node("MatMul", ["x", "w"], ["p"]),
+        helper.make_node("Add", ["p", "small"], ["r"]),
+    ]
+    other = helper.make_graph([helper.make_node("MatMul", ["x", "v"], ["r"])], "else", [], [out])
+    graph = helper.make_graph(
+        [
+            helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+            helper.make_node("Greater", ["sum", "small"], ["which"]),
+            helper.make_node(
+                "If",
+                ["which"],
+                ["z"],
+                then_branch=helper.make_graph(product, "then", [], [out]),
+                else_branch=other,
+            ),
+            helper.make_node("MatMul", ["z", "v"], ["y"]),
+        ],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 1, 5])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 1, 5])],
+        [
+            numpy_helper.from_array(np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32), "w"),
+            numpy_helper.from_array(np.random.default_rng(1).normal(size=(5, 5)).astype(np.float32), "v"),
+            numpy_helper.from_array(np.float32(3.0), "small"),
+        ],
+    )
+    return onnx_ir.from_proto(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    )
+
+
+def test_a_branch_has_its_weights():
+    """What the branch alone reads moves there, small constants are copied, and weights that others read stay outside."""
+    inputs = [np.full((2, 1, 5), sign, np.float32) for sign in (1, -1)]
+    results = []
+    for rewrite in (lambda model: None, keep_weights_in_branches):
+        found = branches()
+        rewrite(found)
+        rewrite(found)  # again: nothing is left to do
+        session = onnxruntime.InferenceSession(onnx_ir.to_proto(found).SerializeToString())
+        results.append([session.run(["y"], {"x": x})[0] for x in inputs])
+    np.testing.assert_array_equal(results[0], results[1])
+    (branch,) = [node for node in found.graph if node.op_type == "If"]
+    then, other = (branch.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
+    assert set(found.graph.initializers) == {"v", "small"}
+    assert [value.const_value.size for value in then.initializers.values()] == [25, 1]
+    assert set(other.initializers) == set()

@@ -179,11 +179,21 @@ def test_what_does_not_fit_is_refused():
         model.generate(ids[:1], assistant_model=draft, routing="predictor")
     with pytest.raises(ConfigError, match="another model's; make one by draft"):
         copy.deepcopy(model).generate(ids[:1], assistant_model=draft)
+    with pytest.raises(ConfigError, match="another model's; make one by draft"):  # wherever it is given
+        copy.deepcopy(model).generate(ids[:1], None, None, None, None, None, draft)
     with pytest.raises(ValueError, match="only supported for batch_size = 1"):  # by transformers
         model.generate(ids, assistant_model=draft, **GREEDY)
     config = modify.MoDConfig(capacity=0.5, layers=(0, 2))
     with pytest.raises(CacheError, match="cannot be decoded with a cache"):
         modify.MoDForCausalLM.from_dense(tiny_model("gpt_neo"), config).draft()
+
+
+def test_a_draft_may_be_given_by_position():
+    model, ids = routed_model("llama"), token_ids(1, 7)
+    expected = model.generate(ids, routing="dense", **GREEDY)
+    assert torch.equal(
+        model.generate(ids, None, None, None, None, None, model.draft(confidence=0.0), **GREEDY), expected
+    )
 
 
 def test_a_borrowed_cache_leaves_the_lender_alone():
