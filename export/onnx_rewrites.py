@@ -117,8 +117,8 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
 def keep_weights_in_branches(model: onnx_ir.Model) -> None:
     """Move the weights that one branch of an `If` reads into that branch, and copies of small constants.
 
-    ONNX Runtime hands an `If` all values of the graph around it that any of its branches reads, before it is known which
-    one runs: a token that skips a block would spend much of its time on the block's weights.
+    ONNX Runtime hands an `If` all values of the graph around it that any of its branches reads, before it is known
+    which one runs: a token that skips a block would spend part of its time on the block's weights.
     """
     import onnx_ir
 
@@ -143,7 +143,7 @@ def keep_weights_in_branches(model: onnx_ir.Model) -> None:
                 for user, position in list(value.uses()):
                     if user.graph is branch:
                         user.replace_input_with(position, kept)
-                if not value.uses():
+                if not value.uses() and value.name is not None:
                     del model.graph.initializers[value.name]
 
 

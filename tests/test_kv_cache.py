@@ -52,9 +52,9 @@ def test_what_does_not_fit_is_refused(model):
         model(ids, labels=ids, cache=cache)
     with pytest.raises(ConfigError, match="cache_implementation='static'"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    short = mask[:, :11].clone()
+    short[1, 10] = 0
     with pytest.raises(CacheError, match="logits_to_keep=2: a sequence has 1 new tokens"):
-        short = mask[:, :11].clone()
-        short[1, 10] = 0
         model(ids[:, :2], cache=cache, attention_mask=short, logits_to_keep=2)
     # None of that has touched what is held.
     again = model(ids[:, :3], cache=cache, attention_mask=mask).logits

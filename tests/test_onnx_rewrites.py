@@ -170,7 +170,7 @@ def branches() -> onnx_ir.Model:
 
 
 def test_a_branch_has_its_weights():
-    """What the branch alone reads moves there, small constants are copied, and weights that others read stay outside."""
+    """What it alone reads moves there, small constants are copied, and weights that others read stay outside."""
     inputs = [np.full((2, 1, 5), sign, np.float32) for sign in (1, -1)]
     results = []
     for rewrite in (lambda model: None, keep_weights_in_branches):
