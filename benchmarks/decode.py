@@ -39,7 +39,16 @@ from modify.passes.base import block_calls
 from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
-_EXPORTED = ("checkpoint", "random", "layers", "capacity", "predictor", "attend", "length", "chunk")  # options
+_EXPORTED = (
+    "checkpoint",
+    "random",
+    "layers",
+    "capacity",
+    "predictor",
+    "attend",
+    "length",
+    "chunk",
+)  # options
 DENSE, ROUTED = "dense", "routed"
 console = Console(stderr=True)
 

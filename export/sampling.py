@@ -48,7 +48,9 @@ class Sampling:
 
     def candidates(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the tokens that may be drawn, in no particular order, and their probabilities."""
-        scores = (logits.astype(np.float64) - logits.max()) / self.temperature  # tiny ones overflow to -inf alone
+        scores = (
+            logits.astype(np.float64) - logits.max()
+        ) / self.temperature  # tiny ones overflow to -inf alone
         tokens = np.arange(len(scores))
         if self.top_k is not None and self.top_k < len(scores):
             least = np.partition(scores, -self.top_k)[-self.top_k]

@@ -79,7 +79,9 @@ def test_a_sequence_without_a_new_token_keeps_its_last_logits(model):
         model(ids[:, 4:5], cache=cache, attention_mask=mask, logits_to_keep=1).logits[1], last[1]
     )
     cache.crop(-1)
-    with pytest.raises(CacheError, match="no new token, and the logits of its last one were forgotten by crop"):
+    with pytest.raises(
+        CacheError, match="no new token, and the logits of its last one were forgotten by crop"
+    ):
         model(ids[:, 4:5], cache=cache, attention_mask=mask, logits_to_keep=1)
     cache.crop(-1)
     again = model(ids[:, 3:5], cache=cache, attention_mask=mask, logits_to_keep=1).logits
