@@ -93,6 +93,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and turn whatever ends it into an exit code, and a line on stderr."""
+    if sys.stdout is None:  # closed by the caller: what is shown goes nowhere
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 for as long as the program runs
     before = signal.signal(signal.SIGTERM, _terminate) if _is_main_thread() else None
     try:
         code = app(args=arguments, prog_name="modify", standalone_mode=False)
@@ -110,9 +112,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EPIPE:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
+            return _fail(f"the output cannot be written: {os.strerror(error.errno)}")
         if error.filename is None or error.errno is None:
             return _bug(error)
         return _fail(f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}")
+    except UnicodeEncodeError as error:
+        return _fail(
+            f"the output's encoding {error.encoding} lacks {error.object[error.start]!a}; set PYTHONIOENCODING=utf-8"
+        )
     except Exception as error:
         if problem := _out_of_memory(error):
             return _fail(problem)

@@ -25,7 +25,10 @@ def load_model(path: Path, *, device: str = "cpu", float32: bool = False) -> Pre
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return model.to(device=torch.device(device))  # type: ignore[call-arg]
+        place = torch.device(device)
+        if place.type == "meta":
+            raise ConfigError("--device meta cannot be used: it has shapes alone; give cpu or cuda")
+        return model.to(device=place)  # type: ignore[call-arg]
     except (RuntimeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -69,6 +72,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is None:
         assert prompt is not None
         return prompt
+    if str(file) == "-" and sys.stdin is None:
+        raise ConfigError("--file -: there is no standard input; give a file, or --prompt")
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -296,7 +296,7 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
         raise ExportError(
             f"{folder} is no exported bundle: it {what}; make one with `modify export`"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ExportError(f"{path} cannot be read: it is no JSON object")
@@ -341,7 +341,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExportError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ExportError(f"{path} cannot be read: it is no JSON object")

@@ -20,6 +20,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "target": ("onnx", "tensorrt", "tensorrt-rtx"),
     "routing": ("topk", "predictor", "dense"),
 }
+_LONGEST_NAME = 255  # bytes, of a file
 _OF_BLOCK = re.compile(r"[a-z]+_(\d+)")  # keys_3, values_3, positions_3
 
 
@@ -61,6 +62,8 @@ def check_generation(manifest: GenerationManifest) -> None:
         ExportError: a value makes no sense.
     """
     _check_least(manifest, "vocabulary")
+    if manifest.limit_rows and manifest.batch == 1:
+        raise ExportError("limit_rows is for several sequences, and batch is 1")
     for graph in manifest.graphs:
         _check_choice(f"the role of {graph.file}", graph.role, ("prefill", "decode"))
         _check_least(graph, "chunk")
@@ -77,6 +80,11 @@ def check_generation(manifest: GenerationManifest) -> None:
                 f"{state.input} has shape {list(state.shape)}, which is not that of batch={manifest.batch} and "
                 f"{len(routed)} routed blocks"
             )
+        if state.holds is not None:
+            _check_choice(f"what {state.input} holds", state.holds, ("all", "ran"))
+        block = _OF_BLOCK.fullmatch(state.input)
+        if state.holds == "ran" and (block is None or int(block[1]) not in routed):
+            raise ExportError(f"{state.input} holds tokens that ran, but is no state of a routed block")
         if state.grows is not None:
             _check_slots(state, state.grows, manifest.length, routed)
 
@@ -122,4 +130,6 @@ def _check_least(holder: Any, *names: str) -> None:
 
 def _is_file_name(name: str) -> bool:
     """Whether a name means a file in the folder itself, on every system."""
+    if len(name.encode(errors="replace")) > _LONGEST_NAME:
+        return False
     return name not in ("", "..") and PurePosixPath(name).name == name == PureWindowsPath(name).name

@@ -32,6 +32,7 @@ from modify.export.onnx_export import (
     TokenIds,
     check_context,
     check_exportable,
+    check_options,
     checkpoint_of,
     fit_text,
     load_proto,
@@ -103,12 +104,14 @@ def export_generation(
         progress: called with the name of each stage as it begins.
 
     Raises:
+        ConfigError: `opset` or `tolerance` is out of range.
         ExportError: an option does not suit the model, the model cannot be exported, or a check failed.
         CaptureError: a dense model cannot be captured, or not with a cache.
         CacheError: the model has no static cache; the message says why.
         PassError: the model's graph cannot be lowered; the message says why.
         StorageError: `path` exists or cannot be written.
     """
+    check_options(opset, tolerance)
     routing = _check_options(model, batch, length, chunk, routing, limit_rows)
     stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder, evaluation_mode(model):

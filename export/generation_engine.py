@@ -319,4 +319,14 @@ class _Meter:
 
 
 def _as_ids(value: Any) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+    """Return the stop tokens that a generation config names.
+
+    Raises:
+        ExportError: they are no integers.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise ExportError(
+            f"generation_config.json: eos_token_id is {value!r} instead of a token, or a list of tokens"
+        )
+    return ids

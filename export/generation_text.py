@@ -8,6 +8,7 @@ from collections.abc import Callable
 from modify.errors import ConfigError
 from modify.export.bundle_text import BundleTokenizer
 from modify.export.generation_engine import GenerationEngine
+from modify.generation_checks import check_prompt
 from modify.generation_report import Generation
 
 
@@ -47,8 +48,7 @@ def generate_text(
         raise ConfigError(
             f"generate_text takes what load_engine made of a generation bundle, not {type(engine).__name__}"
         )
-    if not isinstance(prompt, str):
-        raise ConfigError(f"prompt must be text, not {type(prompt).__name__}; give one prompt at a time")
+    check_prompt(prompt)
     tokenizer = tokenizer or BundleTokenizer(engine.folder)
     if chat:
         prompt = tokenizer.chat([{"role": "user", "content": prompt}])

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 
 import modify
 from modify.checkpoint import load_tokenizer
-from modify.config import MoDConfig
+from modify.config import MoDConfig, check_integer
 from modify.data import pack, read_texts
-from modify.errors import CheckpointError, ExportError, first_line
+from modify.errors import CheckpointError, ConfigError, ExportError, first_line
 from modify.export.bundle import M
 from modify.export.engine import import_onnxruntime
 from modify.export.onnx_rewrites import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import onnx_ir
     from onnx import ModelProto
 
+_LEAST_OPSET = 18  # older ones the exporter writes as 18
 TokenIds = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -79,6 +80,19 @@ class Stages:
             self.seconds[self.current] = round(time.perf_counter() - self.start, 3)
         self.current = ""
         return self.seconds
+
+
+def check_options(opset: int, tolerance: float) -> None:
+    """Check what every export asks of its options, before it takes any time.
+
+    Raises:
+        ConfigError: the operator set is one that the exporter does not write, or the tolerance is no number.
+    """
+    from onnx.defs import onnx_opset_version
+
+    check_integer("opset", opset, _LEAST_OPSET, onnx_opset_version())
+    if not 0 <= tolerance < float("inf"):
+        raise ConfigError(f"tolerance must be a number of at least 0, got {tolerance}")
 
 
 def check_context(graph: fx.GraphModule, length: int) -> None:

@@ -20,6 +20,7 @@ from modify.export.onnx_export import (
     Stages,
     TokenIds,
     check_exportable,
+    check_options,
     checkpoint_of,
     export_graph,
     fit_text,
@@ -97,9 +98,11 @@ def to_onnx(
         progress: called with the name of each stage as it begins.
 
     Raises:
+        ConfigError: `opset` or `tolerance` is out of range.
         ExportError: an option does not suit the model, the model cannot be exported, or a check failed.
         StorageError: `path` exists or cannot be written.
     """
+    check_options(opset, tolerance)
     stages = Stages(progress)
     with atomic_directory(path, overwrite=overwrite) as folder:
         stages.begin("lowering")

@@ -48,15 +48,13 @@ class Sampling:
 
     def candidates(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the tokens that may be drawn, in no particular order, and their probabilities."""
-        scores = (
-            logits.astype(np.float64) - logits.max()
-        ) / self.temperature  # tiny ones overflow to -inf alone
+        scores = logits.astype(np.float64) / self.temperature
         tokens = np.arange(len(scores))
         if self.top_k is not None and self.top_k < len(scores):
             least = np.partition(scores, -self.top_k)[-self.top_k]
             tokens = np.flatnonzero(scores >= least)  # with all that tie with the last
             scores = scores[tokens]
-        probabilities = np.exp(scores)
+        probabilities = np.exp(scores - scores.max())
         probabilities /= probabilities.sum()
         if self.top_p < 1:
             # Those below have less than 1 - top_p together: they are not in the set, and need not be sorted.

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modify.errors import ConfigError, ExportError, first_line
+from modify.config import check_integer
+from modify.errors import ExportError, first_line
 
 _SHORT_NAMES = {
     "cpu": "CPUExecutionProvider",
@@ -19,6 +20,7 @@ _SHORT_NAMES = {
     "openvino": "OpenVINOExecutionProvider",
     "rocm": "ROCMExecutionProvider",
 }
+_THREADS = 64  # that may be asked for on any machine
 _GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _GPU_INSTALL = "pip uninstall onnxruntime; pip install 'modify[gpu]'"
 
@@ -45,11 +47,11 @@ def create_session(
             stay in the file, which sessions of one bundle map into memory together.
 
     Raises:
-        ConfigError: `threads` is less than 1.
+        ConfigError: `threads` is no integer from 1 to the number of processors, or 64 where there are fewer.
         ExportError: ONNX Runtime or a provider is missing, or the model cannot be loaded.
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads must be at least 1, got {threads}")
+    if threads is not None:
+        check_integer("threads", threads, 1, max(_THREADS, os.cpu_count() or 1))
     runtime = import_onnxruntime()
     available = runtime.get_available_providers()
     for provider in providers:

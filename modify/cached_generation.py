@@ -62,8 +62,12 @@ class CachedGeneration:
         """Generate as `GenerationMixin.generate` does; with a `draft()` as `assistant_model`, the dense model's text.
 
         Raises:
-            ConfigError: the draft is another model's, or verification is not to be dense.
+            ConfigError: a sequence has no token, the draft is another model's, or verification is not to be dense.
         """
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.any(dim=1).all()):
+            empty = int((mask != 0).any(dim=1).logical_not().nonzero()[0, 0])
+            raise ConfigError(f"attention_mask: sequence {empty} has no token; give each at least one")
         for draft in (value for value in (*args, *kwargs.values()) if isinstance(value, Draft)):
             if draft.model is not self:
                 raise ConfigError("the draft is another model's; make one by draft() of this model")

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from modify.errors import CacheError, ConfigError, first_line
-from modify.generation_checks import TEMPLATE_ERRORS, check_room, check_sampling
+from modify.generation_checks import TEMPLATE_ERRORS, check_prompt, check_room, check_sampling
 from modify.generation_report import Generation, StepMeter, StepStatistics
 from modify.kv_cache import MoDCache
 from modify.modeling import MoDForCausalLM
@@ -56,6 +56,7 @@ def generate_text(
         CacheError: speculation with a model that cannot be decoded with a cache.
     """
     check_sampling(temperature, top_k, top_p, seed)
+    check_prompt(prompt)
     text, ids = _encode(tokenizer, prompt, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     count = ids.shape[1]

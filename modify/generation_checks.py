@@ -9,6 +9,25 @@ from modify.errors import ConfigError
 TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError)
 
 
+_LEAST_TEMPERATURE = 1e-6  # logits over less may overflow
+
+
+def check_prompt(prompt: object) -> None:
+    """Check that a prompt is text that can be tokenized.
+
+    Raises:
+        ConfigError: it is no text, or stands for bytes that are no UTF-8.
+    """
+    if not isinstance(prompt, str):
+        raise ConfigError(f"prompt must be text, not {type(prompt).__name__}; give one prompt at a time")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the prompt is not UTF-8 text: {error.reason} at character {error.start}"
+        ) from error
+
+
 def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
     """Check how tokens are to be drawn.
 
@@ -18,6 +37,11 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float, seed: in
     if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise ConfigError(
             f"temperature must be at least 0 and top_p in (0, 1], got {temperature} and {top_p}"
+        )
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature must be 0, which takes the likeliest token, or at least {_LEAST_TEMPERATURE}, "
+            f"got {temperature}"
         )
     if top_k is not None:
         check_integer("top_k", top_k, 1)

@@ -68,7 +68,7 @@ def test_options_and_prompts_that_do_not_fit(engine: GenerationEngine) -> None:
         ConfigError, match="takes what load_engine made of a generation bundle, not PosixPath"
     ):
         generate_text(engine.folder, PROMPT)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="threads must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="threads must be an integer of at least 1, got 0"):
         load_engine(engine.folder, threads=0)
 
 

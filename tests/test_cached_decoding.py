@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, pipeline
 
 import modify
+from modify.errors import ConfigError
 from modify.generation import generate_text
 
 NEW = 12
@@ -72,6 +73,16 @@ def test_greedy_tokens_do_not_depend_on_cache_chunks_batch_or_padding(name, atte
         assert torch.equal(greedy(model, *batch), alone), side
         assert torch.equal(greedy(model, *batch, prefill_chunk_size=7), alone), side
     assert torch.equal(greedy(model, *padded(prompts, "right"), use_cache=False), alone)
+
+
+def test_a_sequence_without_a_token_is_refused():
+    ids, mask = token_ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[1] = 0
+    for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+        with pytest.raises(
+            ConfigError, match="attention_mask: sequence 1 has no token; give each at least one"
+        ):
+            greedy(routed_model("llama"), ids, mask, **options)
 
 
 @pytest.mark.parametrize("attend", ATTEND)

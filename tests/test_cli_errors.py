@@ -344,6 +344,35 @@ def test_too_little_memory_is_no_bug(
     fails(capsys, "convert dense out", "out of memory: 4,194,304.0 GiB cannot be had", "--bypass-rank")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize(
+    ("ending", "code", "message"),
+    [
+        (">/dev/full", 2, "error: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        (
+            ">/dev/null --file - <&-",
+            2,
+            "error: --file -: there is no standard input; give a file, or --prompt\n",
+        ),
+    ],
+)
+def test_streams_that_cannot_be_used(here: Path, ending: str, code: int, message: str) -> None:
+    prompt = "" if "--file" in ending else "--prompt hi"
+    command = f"{sys.executable} -m modify generate mod --max-new-tokens 2 {prompt} {ending}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+def test_an_encoding_that_lacks_a_character_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modify.conversion, "mod_state_dict", lambda *_: "\u65e5".encode("ascii"))
+    fails(
+        capsys, "convert dense out", "the output's encoding ascii lacks '\\u65e5'; set PYTHONIOENCODING=utf-8"
+    )
+
+
 def test_closed_pipe_is_no_error(here: Path) -> None:
     command = [sys.executable, "-m", "modify", "inspect", "mod", "--graph"]
     pipe = subprocess.PIPE

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
-from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest
+from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest, write_manifest
 from modify.export.decoding_state import CHUNK, DecodingState
 from modify.export.generation_engine import GenerationEngine
 from modify.export.json_values import CHECKSUM
@@ -196,10 +196,9 @@ def test_candidates_are_those_of_transformers(options: dict[str, Any], temperatu
     np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1e-320, 1e-308, 1e-3])
-def test_a_tiny_temperature_draws_the_likeliest(temperature: float) -> None:
-    logits = np.array([10.0, 50.0, 30.0], np.float32)
-    assert Sampling(temperature=temperature).choose(logits, np.random.default_rng(0)) == 1
+def test_the_least_temperature_draws_the_likeliest() -> None:
+    logits = np.array([1e4, 5e4, 3e4], np.float32)
+    assert Sampling(temperature=1e-6).choose(logits, np.random.default_rng(0)) == 1
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -343,6 +342,9 @@ def state(number: int, **changes: Any) -> dict[str, Any]:
         (state(5, shape=[3, 1, 300, 1]), "keys_1 has 300 slots instead of 301 or 601"),
         (state(5, shape=[3, 1, 301.0, 1]), r"states\[5\]\.shape\[2\] is 301\.0 instead of an integer"),
         (state(5, input="keys_0"), "states: .* are not distinct"),
+        (state(3, holds="ran"), "keys_0 holds tokens that ran, but is no state of a routed block"),
+        (state(3, holds="some"), "what keys_0 holds is 'some' instead of one of all, ran"),
+        ({"graphs": [{"file": "x" * 5000, "role": "decode", "chunk": 1}]}, "is no plain file name"),
     ],
 )
 def test_values_that_make_no_sense(
@@ -356,6 +358,25 @@ def test_values_that_make_no_sense(
         changes = {"states": states}
     rewrite_manifest(case, **changes)
     with pytest.raises(ExportError, match=message):
+        load_engine(case)
+
+
+@pytest.mark.parametrize("tokens", ["x", 1.5, True, [None], [[1]], {}])
+def test_stop_tokens_are_integers(bundle: Path, tmp_path: Path, tokens: Any) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    (case / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    write_manifest(case, read_manifest(bundle))
+    with pytest.raises(ExportError, match=r"eos_token_id is .* instead of a token, or a list of tokens"):
+        load_engine(case)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "generation_config.json"])
+def test_deeply_nested_json_cannot_be_read(bundle: Path, tmp_path: Path, name: str) -> None:
+    case = shutil.copytree(bundle, tmp_path / "bundle")
+    (case / name).write_text("[" * 200_000)
+    if name != "manifest.json":
+        write_manifest(case, read_manifest(bundle))
+    with pytest.raises(ExportError, match=rf"{name} cannot be read: "):
         load_engine(case)
 
 
