@@ -349,7 +349,7 @@ def test_too_little_memory_is_no_bug(
     ("ending", "code", "message"),
     [
         (">/dev/full", 2, "error: the output cannot be written: No space left on device\n"),
-        (">&-", 0, ""),
+        (">&-", 0, "2 tokens in "),
         (
             ">/dev/null --file - <&-",
             2,
@@ -361,7 +361,8 @@ def test_streams_that_cannot_be_used(here: Path, ending: str, code: int, message
     prompt = "" if "--file" in ending else "--prompt hi"
     command = f"{sys.executable} -m modify generate mod --max-new-tokens 2 {prompt} {ending}"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (code, message)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+    assert done.stderr.startswith(message)
 
 
 def test_an_encoding_that_lacks_a_character_is_named(
