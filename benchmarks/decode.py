@@ -39,7 +39,7 @@ from modify.passes.base import block_calls
 from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
-_EXPORTED = (
+_EXPORTED = (  # options that bundles depend on
     "checkpoint",
     "random",
     "layers",
@@ -48,7 +48,7 @@ _EXPORTED = (
     "attend",
     "length",
     "chunk",
-)  # options
+)
 DENSE, ROUTED = "dense", "routed"
 console = Console(stderr=True)
 
@@ -68,7 +68,7 @@ def export(options: argparse.Namespace) -> dict[str, Path]:
     bundles = {name: options.work / name for name in (DENSE, ROUTED)}
     facts = options.work / "bytes.json"
     exported = {name: str(getattr(options, name)) for name in _EXPORTED}
-    if facts.exists() and json.loads(facts.read_text(encoding="utf-8"))["exported"] != exported:
+    if facts.exists() and json.loads(facts.read_text(encoding="utf-8")).get("exported") != exported:
         raise SystemExit(f"{options.work} has bundles of other options; give these, or another --work")
     missing = [name for name, path in bundles.items() if not (path / "manifest.json").exists()]
     if not missing and facts.exists():
