@@ -113,8 +113,8 @@ def export(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Real text to compare with PyTorch on, besides random tokens; by default prose that ships with "
-            "Python.",
+            help="Real text, itself and not a file, to compare with PyTorch on, besides random tokens; by default "
+            "prose that ships with Python.",
             show_default=False,
         ),
     ] = None,

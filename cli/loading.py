@@ -33,7 +33,7 @@ def load_model(path: Path, *, device: str = "cpu", float32: bool = False) -> Pre
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--device {device} cannot be used: {reason}") from error
+        raise ConfigError(f"--device {device} cannot be used: {reason}; give cpu") from error
 
 
 def is_bundle(path: Path) -> bool:
@@ -76,6 +76,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ConfigError("--file -: there is no standard input; give a file, or --prompt")
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--file: {file} cannot be read: {error.strerror}; give a file of text, or -"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--file: {file} is not UTF-8 text: {error.reason} at byte {error.start}"

@@ -44,7 +44,9 @@ class BundleTokenizer:
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more special
-            raise ExportError(f"{path} cannot be read: {first_line(error)}") from error
+            raise ExportError(
+                f"{path} cannot be read: {first_line(error)}; copy or export the bundle again"
+            ) from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.config = read_json(bundle / "tokenizer_config.json")

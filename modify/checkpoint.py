@@ -60,6 +60,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             _require_file(path)
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         _require_directory(path)  # otherwise its name would be looked up on a hub
+        if (path / "config.json").is_file():
+            _config_json(path)  # which names a damaged one; the tokenizer may be read from it
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except CheckpointError:
         raise
@@ -274,7 +276,7 @@ def _config_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is damaged: {first_line(error)}") from error
+        raise CheckpointError(f"{file} is damaged: {first_line(error)}; fetch it anew") from error
     if not isinstance(values, dict) or "model_type" not in values:
         raise CheckpointError(f"{file} names no model_type; give the directory of a Hugging Face checkpoint")
     return values

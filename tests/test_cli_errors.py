@@ -80,6 +80,10 @@ def break_config() -> None:
     truncate(Path("dense/config.json"), 0.5)
 
 
+def break_config_of_mod() -> None:
+    truncate(Path("mod/config.json"), 0.5)
+
+
 def cut_gguf() -> None:
     truncate(Path("tiny.gguf"), 0.8)
 
@@ -222,7 +226,13 @@ CASES: list[tuple[Callable[[], None], str, tuple[str, ...]]] = [
     (nothing, f"inspect mod --length {LONG}", (f"length {LONG}", f"context of {CONTEXT}")),
     (nothing, f"generate mod --prompt hi --max-new-tokens {LONG}", (f"context of {CONTEXT}",)),
     (nothing, "generate mod", ("--prompt or --file",)),
-    (nothing, "generate mod --file absent.txt", ("absent.txt", "No such file")),
+    (
+        nothing,
+        "generate mod --file absent.txt",
+        ("--file: absent.txt cannot be read: No such file", "give a file"),
+    ),
+    (nothing, "generate mod --file .", ("--file: . cannot be read: Is a directory",)),
+    (break_config_of_mod, "generate mod --prompt hi", ("config.json is damaged", "fetch it anew")),
     (nothing, "generate absent --prompt hi", ("absent does not exist", "checkpoint directory")),
     (a_bundle, "inspect bundle", ("bundle is an exported bundle", "the checkpoint")),
     (cut_mod_weights, "generate mod --prompt hi", ("mod.safetensors is damaged",)),

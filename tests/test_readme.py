@@ -61,7 +61,7 @@ def test_python_blocks_run(here: Path) -> None:
 @pytest.mark.slow
 def test_commands_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [line for block in blocks("bash") for line in block.splitlines()]
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands:
         program, *arguments = shlex.split(smaller(command))
         assert program == "modify"
