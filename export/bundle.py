@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 FORMAT = "modify-bundle"
 PREFILL = "prefill"
 GENERATION = "generation"
-_AGAIN = "copy or export the bundle again"
+AGAIN = "copy or export the bundle again"
 
 # What a bundle takes over from the checkpoint, where it is there.
 COMPANIONS = (
@@ -298,16 +298,16 @@ def read_manifest(bundle: str | os.PathLike[str], *, verify: bool = True) -> Any
             f"{folder} is no exported bundle: it {what}; make one with `modify export`"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ExportError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+        raise ExportError(f"{path} cannot be read: {error}; {AGAIN}") from error
     if not isinstance(values, dict):
-        raise ExportError(f"{path} cannot be read: it is no JSON object; {_AGAIN}")
+        raise ExportError(f"{path} cannot be read: it is no JSON object; {AGAIN}")
     try:
         manifest = parse_manifest(values)
     except ExportError as error:
         raise ExportError(f"{path} cannot be used: {error}") from error
     # The first prefill bundles had no checksum.
     if (CHECKSUM in values or manifest.kind != PREFILL) and values.get(CHECKSUM) != checksum_of(values):
-        raise ExportError(f"{path} is damaged: its fields are not those of its checksum; {_AGAIN}")
+        raise ExportError(f"{path} is damaged: its fields are not those of its checksum; {AGAIN}")
     for name, record in manifest.files.items():
         _check_file(folder / name, record, verify)
     if unlisted := sorted(_files_of(folder) - manifest.files.keys()):
@@ -343,9 +343,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ExportError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+        raise ExportError(f"{path} cannot be read: {error}; {AGAIN}") from error
     if not isinstance(values, dict):
-        raise ExportError(f"{path} cannot be read: it is no JSON object; {_AGAIN}")
+        raise ExportError(f"{path} cannot be read: it is no JSON object; {AGAIN}")
     return values
 
 
@@ -381,9 +381,9 @@ def _check_file(path: Path, record: FileRecord, verify: bool) -> None:
         return
     size = path.stat().st_size
     if size != record.bytes:
-        raise ExportError(f"{path} has {size} bytes instead of {record.bytes}; {_AGAIN}")
+        raise ExportError(f"{path} has {size} bytes instead of {record.bytes}; {AGAIN}")
     if _sha256(path) != record.sha256:
-        raise ExportError(f"{path} is damaged: its checksum is not that of the manifest; {_AGAIN}")
+        raise ExportError(f"{path} is damaged: its checksum is not that of the manifest; {AGAIN}")
 
 
 def _sha256(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modify.errors import ConfigError, ExportError, first_line
-from modify.export.bundle import read_json
+from modify.export.bundle import AGAIN, read_json
 from modify.generation_checks import TEMPLATE_ERRORS
 
 _JINJA = "jinja2>=3.1.6"  # older ones let a template out of the sandbox
@@ -44,9 +44,7 @@ class BundleTokenizer:
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more special
-            raise ExportError(
-                f"{path} cannot be read: {first_line(error)}; copy or export the bundle again"
-            ) from error
+            raise ExportError(f"{path} cannot be read: {first_line(error)}; {AGAIN}") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.config = read_json(bundle / "tokenizer_config.json")

@@ -80,9 +80,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise StorageError(f"{target} exists and is no directory; choose another output")
     if not overwrite:
-        raise StorageError(
-            f"{target} already exists; choose another output, or allow overwriting it (--overwrite)"
-        )
+        raise StorageError(f"{target} already exists; choose another output, or set overwrite")
     if target.is_symlink():
         raise StorageError(f"{target} is a symbolic link and is not overwritten; choose another output")
     if any(target.iterdir()) and not (target / MARKER).is_file():
