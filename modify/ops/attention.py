@@ -15,7 +15,11 @@ def grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
     heads, groups = a.shape[1], b.shape[1]
     if heads == groups:
         return torch.matmul(a, b)
-    rows = a.reshape(a.shape[0], groups, heads // groups * a.shape[2], a.shape[3])
+    shared = heads // groups
+    if a.shape[2] == 1:  # a product of a vector reads `b` where it lies; that of a few rows would rearrange it first
+        rows = a.reshape(a.shape[0], groups, shared, 1, a.shape[3])
+        return torch.matmul(rows, b.unsqueeze(2)).reshape(a.shape[0], heads, 1, b.shape[3])
+    rows = a.reshape(a.shape[0], groups, shared * a.shape[2], a.shape[3])
     return torch.matmul(rows, b).reshape(a.shape[0], heads, a.shape[2], b.shape[3])
 
 
@@ -36,7 +40,7 @@ def grouped_attention(
         query: `[B, H, S, d]`.
         keys: `[B, G, T, d]`.
         values: `[B, G, T, d]`.
-        mask: `[B, 1, S, T]`, bool or additive; there always is one, since slots may be free.
+        mask: `[B, 1, S, T]` or `[B, H, S, T]`, bool or additive; there always is one, since slots may be free.
         dropout: off in inference.
         is_causal: the mask says it.
         scale: of the scores; None for `d ** -0.5`.
@@ -49,7 +53,17 @@ def grouped_attention(
     assert not is_causal
     assert not dropout
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = grouped_matmul(query * scale, keys.transpose(2, 3))
-    hidden = torch.finfo(scores.dtype).min
-    scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
-    return grouped_matmul(scores.softmax(dim=-1), values)
+    query = query * scale
+    if mask.dtype == torch.bool:
+        # The same for all blocks, and a sum for each: cheaper than a choice for each.
+        mask = torch.where(mask, query.new_zeros(()), torch.finfo(query.dtype).min)
+    if query.shape[2] > 1:
+        return grouped_matmul((grouped_matmul(query, keys.transpose(2, 3)) + mask).softmax(dim=-1), values)
+    batch, heads, _, size = query.shape
+    groups = keys.shape[1]
+    # `keys @ queries` reads the keys where they lie; `queries @ keys.T` would rearrange them first.
+    queries = query.reshape(batch, groups, heads // groups, size).transpose(2, 3)
+    if mask.shape[1] > 1:
+        mask = mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+    scores = torch.matmul(keys, queries).transpose(2, 3) + mask
+    return grouped_matmul(scores.softmax(dim=-1).reshape(batch, heads, 1, keys.shape[2]), values)
