@@ -12,14 +12,15 @@ from modify.errors import ExportError, first_line
 from modify.export.bundle import GenerationManifest, GraphSpec, StateSpec
 
 CHUNK = 256  # modify.ops.routing.PREDICTOR_CHUNK, whose module needs torch: limits hold per so many positions
+_STEP = 64  # caches grow by an eighth, and at least by so many tokens
 
 
 class DecodingState:
     """The states of `B` sequences, and the IO bindings by which the graphs change them.
 
     A state that grows (a cache) is written in place: input and output are one buffer, and a graph that reads what was
-    there before does so before it writes. The others are a few numbers, which two buffers hold in turns. Caches start
-    with room for one chunk of tokens, and get more, zeros, when it is needed: a graph attends to all slots that it has.
+    there before does so before it writes. The others are a few numbers, which two buffers hold in turns. Caches get
+    more room, zeros, when it is needed, and little at a time: a graph attends to all slots that it has.
 
     Attributes:
         seen: tokens so far, `[B]` int64.
@@ -44,12 +45,12 @@ class DecodingState:
         self._turn = 0
         self._bindings: dict[tuple[str, int], tuple[Any, Any, Any, Any]] = {}
         for state in manifest.states:
-            zeros = np.zeros(self._shape(state, CHUNK), state.dtype)
+            zeros = np.zeros(self._shape(state, _STEP), state.dtype)
             self._buffers[0][state.input] = self._on_device(zeros)
             self._buffers[1][state.input] = (
                 self._buffers[0][state.input] if state.grows is not None else self._on_device(zeros.copy())
             )
-        self._tokens = CHUNK
+        self._tokens = _STEP
         self.allocated_bytes = self._size_of_caches()
 
     def run(
@@ -95,19 +96,17 @@ class DecodingState:
         )
 
     def _shape(self, state: StateSpec, tokens: int) -> tuple[int, ...]:
-        """The state's shape with slots for `tokens`, which are whole chunks."""
+        """The state's shape with slots for so many tokens of each sequence."""
         if state.grows is None or state.input in self._fixed:
             return state.shape
-        most = state.shape[state.grows]
-        per_chunk = -(-most // max(1, self.manifest.length // CHUNK))
-        slots = min(most, per_chunk * (tokens // CHUNK))
+        slots = slots_for(tokens, state.shape[state.grows], self.manifest.length)
         return (*state.shape[: state.grows], slots, *state.shape[state.grows + 1 :])
 
     def _reserve(self, tokens: int) -> None:
-        tokens = -(-tokens // CHUNK) * CHUNK
         if tokens <= self._tokens:
             return
-        self._tokens = tokens
+        step = max(_STEP, 1 << (tokens // 8).bit_length() >> 1)
+        self._tokens = tokens = -(-tokens // step) * step
         for state in self.manifest.states:
             old = self._buffers[0][state.input]
             shape = self._shape(state, tokens)
@@ -136,6 +135,16 @@ class DecodingState:
 
     def _on_device(self, array: NDArray[Any]) -> Any:
         return self.runtime.OrtValue.ortvalue_from_numpy(array, self.device, 0)
+
+
+def slots_for(tokens: int, most: int, length: int) -> int:
+    """Return how many slots a cache needs when sequences have `tokens`, if it needs `most` when they have `length`.
+
+    A block runs at most so many tokens of each chunk, perhaps all of the first ones. The last slot is for no token.
+    """
+    per_chunk = -(-most // max(1, length // CHUNK))
+    chunks, rest = divmod(tokens, CHUNK)
+    return min(most, per_chunk * chunks + min(per_chunk, rest + 1))
 
 
 def _fixed_states(manifest: GenerationManifest, sessions: Mapping[str, Any]) -> set[str]:

@@ -23,11 +23,11 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 from modify.errors import ConfigError, ExportError
 from modify.export import load_engine, read_manifest
 from modify.export.bundle import GenerationManifest, parse_manifest, read_prefill_manifest, write_manifest
-from modify.export.decoding_state import CHUNK, DecodingState
+from modify.export.decoding_state import CHUNK, DecodingState, slots_for
 from modify.export.generation_engine import GenerationEngine
 from modify.export.json_values import CHECKSUM
 from modify.export.sampling import Sampling
-from modify.ops.routing import PREDICTOR_CHUNK
+from modify.ops.routing import PREDICTOR_CHUNK, predictor_slots
 
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(0, VOCABULARY, size).tolist() for size in (3, 330, 1)]
@@ -93,7 +93,7 @@ def test_statistics(engine: GenerationEngine) -> None:
     assert first.routed_run == pytest.approx(3 / 6)
     assert first.blocks_run == pytest.approx((6 + 3) / 12)
     assert first.cache_bytes == 8 * 6 + 8 * 3  # a key and a value of four bytes for each token kept
-    assert first.allocated_bytes == 3 * (8 * 301 + 8 * 151)
+    assert first.allocated_bytes == 3 * (8 * 65 + 8 * 65)
     assert first.cache_fill == first.cache_bytes / first.allocated_bytes
     new = [step.tokens for step in steps]
     ran = [sum(t % 2 == 0 and t != TURNED_AWAY for t in pair) for pair in new]
@@ -101,7 +101,7 @@ def test_statistics(engine: GenerationEngine) -> None:
     assert sum(step.statistics.overflow for step in steps) == 1 + sum(
         pair.count(TURNED_AWAY) for pair in new[:-1]
     )
-    assert steps[-1].statistics.allocated_bytes == 3 * (8 * 601 + 8 * 301)
+    assert steps[-1].statistics.allocated_bytes == 3 * (8 * (301 + 65) + 8 * (151 + 65))  # 320 tokens
     assert all(step.statistics.seconds > 0 for step in steps)
 
 
@@ -142,8 +142,15 @@ def test_caches_are_written_in_place_and_counters_are_not(engine: GenerationEngi
         assert state.read("no such state") is None
 
 
-def test_slots_come_in_the_predictor_s_chunks() -> None:
+@pytest.mark.parametrize("length", [2, 255, 256, 300, 512, 600, 1024])
+@pytest.mark.parametrize(("capacity", "slack"), [(1.0, 1.0), (0.125, 1.25), (0.5, 1.25), (0.01, 2.0)])
+def test_caches_have_a_slot_more_than_a_block_can_run(length: int, capacity: float, slack: float) -> None:
     assert CHUNK == PREDICTOR_CHUNK
+    most = predictor_slots(capacity, slack, length) + 1
+    found = [slots_for(tokens, most, length) for tokens in range(1, length + 1)]
+    for tokens, slots in enumerate(found, start=1):
+        assert predictor_slots(capacity, slack, tokens) + 1 <= slots <= most
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize(
