@@ -28,6 +28,7 @@ from modify.export.onnx_rewrites import (
     divide_by_roots,
     keep_weights_in_branches,
     keep_weights_in_place,
+    merge_layouts,
     scale_norms,
 )
 from modify.ops.modules import RandomRouter
@@ -201,6 +202,7 @@ def export_graph(
     divide_by_roots(program.model)
     scale_norms(program.model)
     keep_weights_in_place(program.model)
+    merge_layouts(program.model)
     keep_weights_in_branches(program.model)
     return program.model
 

@@ -114,6 +114,56 @@ def keep_weights_in_place(model: onnx_ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
+def merge_layouts(model: onnx_ir.Model) -> None:
+    """Let one `Reshape` do what several in a row do, and each `Transpose` that moves only dimensions of size 1.
+
+    Where there is one token, most of what models do to order heads and tokens is of this kind, and costs as much time
+    as an operator that computes.
+    """
+    import numpy as np
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for graph in model.graphs():
+        for node in list(graph):
+            result = node.outputs[0]
+            source = _before_layouts(node)
+            if source is result or result.shape is None or result.is_graph_output():
+                continue
+            if source.shape == result.shape and source.shape.is_static():
+                onnx_ir.convenience.replace_all_uses_with(result, source)
+                continue
+            if node.op_type == "Reshape" and source is node.inputs[0]:
+                continue
+            sizes = [size if isinstance(size, int) else -1 for size in result.shape]
+            if sizes.count(-1) > 1:
+                continue
+            shape = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(np.array(sizes))})
+            merged = onnx_ir.node("Reshape", [source, shape.outputs[0]])
+            new = merged.outputs[0]
+            new.shape, new.type = result.shape, result.type
+            _name(result.name, shape, merged)
+            graph.insert_before(node, [shape, merged])
+            onnx_ir.convenience.replace_all_uses_with(result, new)
+    RemoveUnusedNodesPass()(model)
+
+
+def _before_layouts(node: onnx_ir.Node) -> onnx_ir.Value:
+    """The value of the same graph whose numbers, in their order, are those of the node's output in another shape."""
+    graph, value = node.graph, node.outputs[0]
+    last: onnx_ir.Node | None = node
+    while last is not None and last.graph is graph and last.op_type in ("Reshape", "Transpose"):
+        source = last.inputs[0]
+        if source is None or source.shape is None:
+            break
+        if last.op_type == "Transpose":
+            moved = [axis for axis in last.attributes["perm"].as_ints() if source.shape[axis] != 1]
+            if moved != sorted(moved):
+                break
+        value, last = source, source.producer()
+    return value
+
+
 def keep_weights_in_branches(model: onnx_ir.Model) -> None:
     """Move the weights that one branch of an `If` reads into that branch, and copies of small constants.
 

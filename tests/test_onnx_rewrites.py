@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from modify.export.onnx_rewrites import (
     divide_by_roots,
     keep_weights_in_branches,
     keep_weights_in_place,
+    merge_layouts,
     scale_norms,
 )
 
@@ -72,6 +75,113 @@ def test_other_products_are_left_alone():
     keep_weights_in_place(found)
     divide_by_roots(found)
     assert operators(found) == ["MatMul"]
+
+
+def layouts(nodes, shape) -> tuple[onnx_ir.Model, np.ndarray, np.ndarray]:
+    """A model of `x`, `[2, 1, 3, 4]`, to `y` of this shape, its shapes inferred; an input; and the output."""
+    constants = {
+        "rows": [2, 3, 4],
+        "flat": [-1],
+        "back": [2, 1, 3, 4],
+        "one": [1, 6, 4],
+        "both": [2, 3, 1, 4],
+    }
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 1, 3, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(np.array(sizes), name) for name, sizes in constants.items()],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    found = onnx_ir.from_proto(onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True))
+    x = np.arange(24, dtype=np.float32).reshape(2, 1, 3, 4)
+    return found, x, run_layouts(found, x)
+
+
+def run_layouts(found: onnx_ir.Model, x: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(onnx_ir.to_proto(found).SerializeToString())
+    return session.run(["y"], {"x": x})[0]
+
+
+def node(operator: str, *names: str, **attributes) -> onnx.NodeProto:
+    """The last name is the output's."""
+    return helper.make_node(operator, list(names[:-1]), [names[-1]], **attributes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape", "expected"),
+    [
+        # Heads and one token change places, twice, between two reshapes: what one does.
+        (
+            [
+                node("Transpose", "x", "a", perm=[0, 2, 1, 3]),
+                node("Neg", "a", "b"),
+                node("Reshape", "b", "one", "c"),
+                node("Reshape", "c", "both", "d"),
+                node("Transpose", "d", "e", perm=[0, 2, 1, 3]),
+                node("Neg", "e", "y"),
+            ],
+            [2, 1, 3, 4],
+            ["Reshape", "Neg", "Reshape", "Neg"],
+        ),
+        # There and back again: nothing.
+        (
+            [
+                node("Reshape", "x", "flat", "a"),
+                node("Reshape", "a", "back", "b"),
+                node("Neg", "b", "y"),
+            ],
+            [2, 1, 3, 4],
+            ["Neg"],
+        ),
+        # Dimensions that count change places: as it was.
+        (
+            [
+                node("Transpose", "x", "a", perm=[0, 1, 3, 2]),
+                node("Reshape", "a", "rows", "b"),
+                node("Neg", "b", "y"),
+            ],
+            [2, 3, 4],
+            ["Transpose", "Reshape", "Neg"],
+        ),
+        (
+            [node("Transpose", "x", "y", perm=[1, 0, 2, 3])],
+            [1, 2, 3, 4],
+            ["Transpose"],
+        ),  # an output keeps its name
+    ],
+)
+def test_reshapes_and_transposes_of_ones_are_merged(nodes: list, shape: list, expected: list) -> None:
+    found, x, before = layouts(nodes, shape)
+    for _ in range(2):
+        merge_layouts(found)
+        assert operators(found) == expected
+        np.testing.assert_array_equal(run_layouts(found, x), before)
+
+
+def test_a_layout_is_not_merged_across_the_border_of_a_branch() -> None:
+    branch = [node("Reshape", "a", "back", "b"), node("Neg", "b", "out")]
+    other = [node("Identity", "x", "out_2")]
+    shape = [2, 1, 3, 4]
+    bodies = [
+        helper.make_graph(
+            body, name, [], [helper.make_tensor_value_info(body[-1].output[0], TensorProto.FLOAT, shape)]
+        )
+        for name, body in (("then", branch), ("else", other))
+    ]
+    nodes = [
+        node("Reshape", "x", "flat", "a"),
+        node("ReduceSum", "x", "sum", keepdims=0),
+        node("Cast", "sum", "condition", to=TensorProto.BOOL),
+        node("If", "condition", "y", then_branch=bodies[0], else_branch=bodies[1]),
+    ]
+    found, x, before = layouts(nodes, shape)
+    merge_layouts(found)
+    assert operators(found) == ["Reshape", "ReduceSum", "Cast", "If"]
+    inside = [inner.op_type for graph in found.graphs() if graph is not found.graph for inner in graph]
+    assert sorted(inside) == ["Identity", "Neg", "Reshape"]
+    np.testing.assert_array_equal(run_layouts(found, x), before)
 
 
 def norm(x: str, out: str) -> list:

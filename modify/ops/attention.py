@@ -16,7 +16,9 @@ def grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
     if heads == groups:
         return torch.matmul(a, b)
     shared = heads // groups
-    if a.shape[2] == 1:  # a product of a vector reads `b` where it lies; that of a few rows would rearrange it first
+    if (
+        a.shape[2] == 1
+    ):  # a product of a vector reads `b` where it lies; that of a few rows would rearrange it first
         rows = a.reshape(a.shape[0], groups, shared, 1, a.shape[3])
         return torch.matmul(rows, b.unsqueeze(2)).reshape(a.shape[0], heads, 1, b.shape[3])
     rows = a.reshape(a.shape[0], groups, shared * a.shape[2], a.shape[3])
