@@ -39,6 +39,7 @@ from modify.passes.base import block_calls
 from modify.thresholds import calibrate_thresholds
 
 _CALIBRATION_ROWS = 4
+_TOP_K = 50  # of the sampling, in every arm
 _EXPORTED = (  # options that bundles depend on
     "checkpoint",
     "random",
@@ -126,7 +127,10 @@ def of_bundle(name: str, engine: GenerationEngine, prompt: list[int], new_tokens
     """An arm that continues the prompt with one of our bundles."""
 
     def start() -> Iterator[tuple[float, float | None]]:
-        for step in engine.stream([prompt], max_new_tokens=new_tokens + 1, temperature=1.0, stop_tokens=()):
+        steps = engine.stream(
+            [prompt], max_new_tokens=new_tokens + 1, temperature=1.0, top_k=_TOP_K, stop_tokens=()
+        )
+        for step in steps:
             yield step.statistics.seconds, step.statistics.routed_run
 
     return Arm(name, start)
@@ -144,7 +148,7 @@ def of_genai(folder: Path, prompt: list[int], options: argparse.Namespace) -> Ar
 
     def start() -> Iterator[tuple[float, float | None]]:
         params = genai.GeneratorParams(model)
-        params.set_search_options(max_length=options.length, do_sample=False)
+        params.set_search_options(max_length=options.length, do_sample=True, temperature=1.0, top_k=_TOP_K)
         generator = genai.Generator(model, params)
         begun = time.perf_counter()
         generator.append_tokens(prompt)

@@ -48,12 +48,12 @@ class Sampling:
 
     def candidates(self, logits: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the tokens that may be drawn, in no particular order, and their probabilities."""
-        scores = logits.astype(np.float64) / self.temperature
-        tokens = np.arange(len(scores))
-        if self.top_k is not None and self.top_k < len(scores):
-            least = np.partition(scores, -self.top_k)[-self.top_k]
-            tokens = np.flatnonzero(scores >= least)  # with all that tie with the last
-            scores = scores[tokens]
+        tokens, kept = np.arange(len(logits)), logits
+        if self.top_k is not None and self.top_k < len(logits):
+            least = np.partition(logits, -self.top_k)[-self.top_k]
+            tokens = np.flatnonzero(logits >= least)  # with all that tie with the last
+            kept = logits[tokens]
+        scores = kept.astype(np.float64) / self.temperature
         probabilities = np.exp(scores - scores.max())
         probabilities /= probabilities.sum()
         if self.top_p < 1:
